@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['upcast', 'require_finite', 'participation_ratio', 'covariance_participation_ratio', 'effective_rank', 'stable_rank',
-           'eigenvalue_statistics', 'log_decay', 'Covariance', 'corrected_participation_ratio', 'sequence_moments',
-           'bootstrap_participation_ratio', 'core', 'singular_values', 'product_singular_values', 'group_heads',
-           'qk_singular_values', 'logit_singular_values']
+           'eigenvalue_statistics', 'log_decay', 'eigenvalues', 'Covariance', 'corrected_participation_ratio',
+           'sequence_moments', 'bootstrap_participation_ratio', 'core', 'singular_values', 'product_singular_values',
+           'group_heads', 'qk_singular_values', 'logit_singular_values']
 
 # %% ../nbs/01_spectra.ipynb #91417bfa
 import math
@@ -105,6 +105,16 @@ def log_decay(
     dx = x - (w * x).sum(-1, keepdim=True)
     slope = (w * dx * y).sum(-1) / (w * dx ** 2).sum(-1)
     return torch.where(use.sum(-1) > 1, slope, math.nan)
+
+# %% ../nbs/01_spectra.ipynb #fd4f32d8
+def eigenvalues(
+    cov, # [... d d] symmetric, positive semidefinite up to rounding
+    nan_ok=False, # a matrix with NaN gives NaN, instead of an error
+): # [... d] float64, largest first, >= 0
+    "Eigenvalues of a covariance; ValueError when one is clearly negative or the matrix is not finite."
+    lam = _per_matrix(torch.linalg.eigvalsh, upcast(cov), "cov", nan_ok).flip(-1)
+    if (lam < -1e-5 * lam[..., :1].abs()).any(): raise ValueError(f"cov is not a covariance: it has the eigenvalue {lam[~lam.isnan()].min().item():.3g}")
+    return lam.clamp(min=0)
 
 # %% ../nbs/01_spectra.ipynb #d5a0c68c
 class Covariance:
