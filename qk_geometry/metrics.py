@@ -21,19 +21,19 @@ def top_weights(
     top = p.topk(min(n, p.shape[-1])).values
     return torch.nn.functional.pad(top, (0, n - top.shape[-1]))
 
-# %% ../nbs/20_metrics.ipynb #a58a3424
-def _block_statistics(logits, n_visible):
-    "Per-row statistics of logits [... row key]; cells beyond `n_visible` [row] of each row are ignored."
-    first, last = int(n_visible[0]), logits.shape[-1]
-    hidden = torch.arange(first, last, device=logits.device) >= n_visible[:, None]            # only the last columns can be hidden
-    hide = lambda x, value: x if first == last else torch.cat([x[..., :first], x[..., first:].masked_fill(hidden, value)], -1)
-    mean = hide(logits, 0.0).sum(-1) / n_visible
-    scatter = hide(logits - mean[..., None], 0.0).square().sum(-1)
-    masked = hide(logits, -math.inf)
-    largest = masked.amax(-1)
-    p = masked.softmax(-1)
+# %% ../nbs/20_metrics.ipynb #5ea237e0
+def _block_statistics(logits, n_visible, first):
+    "Per-row statistics of logits [... row key], which are overwritten; row r sees its first `n_visible[r]` keys, all rows see `first`."
+    hidden = torch.arange(first, logits.shape[-1], device=logits.device) >= n_visible[:, None]
+    def fill(x, value):
+        x[..., first:].masked_fill_(hidden, value)                          # in place, on a tensor that no gradient needs as it was
+        return x
+    mean = fill(logits, 0.0).sum(-1) / n_visible
+    scatter = fill(logits - mean[..., None], 0.0).square().sum(-1)
+    largest = fill(logits, -math.inf).amax(-1)
+    p = logits.softmax(-1)
     top = top_weights(p)
-    entropy = -top[..., 0].log() - (p * hide(logits - largest[..., None], 0.0)).sum(-1)
+    entropy = -top[..., 0].log() - (p * fill(logits - largest[..., None], 0.0)).sum(-1)
     return {"entropy": entropy, "top1_mass": top[..., 0], "top5_mass": top.sum(-1), "gap": top[..., 0] - top[..., 1],
             "sink_mass": p[..., 0], "row_mean": mean, "row_scatter": scatter, "row_max": largest}
 
@@ -50,7 +50,7 @@ def _summary(rows, n_visible):
     out["entropy_normalised"] = normalised.mean(-1)
     return out | {"logit_mean": mean, "logit_var": var, "logit_std": var.sqrt(), "logit_max": rows["row_max"].amax(-1)}
 
-# %% ../nbs/20_metrics.ipynb #e36c41a1
+# %% ../nbs/20_metrics.ipynb #0a1b4910
 CELLS_PER_BLOCK = {"cpu": 2**18, "cuda": 2**25}  # a block that stays in the cache; one that fills the card
 
 def attention_statistics(
@@ -66,12 +66,14 @@ def attention_statistics(
     q, k = q.to(dtype) / math.sqrt(d_head), group_heads(k, n_heads).to(dtype)
     n_visible = torch.arange(1, n_q + 1, device=q.device) if causal else torch.full((n_q,), k.shape[-2], device=q.device)
     block = block or max(1, CELLS_PER_BLOCK.get(q.device.type, 2**22) // (batch * n_heads * k.shape[-2]))
-    parts = []
-    for start in range(0, n_q, block):
-        end = min(start + block, n_q)
-        keys = k[..., :end, :] if causal else k
-        parts.append(_block_statistics(q[..., start:end, :] @ keys.mT, n_visible[start:end]))
-    return _summary({name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}, n_visible)
+    step, rows = -(-k.shape[-2] // 16), {}
+    for start in reversed(range(0, n_q, block)):
+        first, end = (start + 1, min(start + block, n_q)) if causal else (k.shape[-2], n_q)
+        width = min(-(-end // step) * step, k.shape[-2]) if causal else k.shape[-2]
+        here = slice(start, start + block)
+        for name, value in _block_statistics(q[..., here, :] @ k[..., :width, :].mT, n_visible[here], first).items():
+            rows.setdefault(name, value.new_empty(batch, n_heads, n_q))[..., here] = value
+    return _summary(rows, n_visible)
 
 # %% ../nbs/20_metrics.ipynb #6ecf3e63
 def cosine(
