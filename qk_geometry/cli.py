@@ -32,7 +32,7 @@ def command(
         return group.command(epilog=f"Example: {example}")(function)
     return register
 
-# %% ../nbs/54_cli.ipynb #25a0f857
+# %% ../nbs/54_cli.ipynb #d72a67be
 def main(
     args=None # list of arguments; those of the process when None
 ):
@@ -48,6 +48,7 @@ def message(error): # str
     "What an error says, without its number."
     if hasattr(error, "format_message"): return f"{error.format_message()}; see qk --help"
     if isinstance(error, OSError) and error.filename: return f"{error.strerror}: {error.filename}"
+    if isinstance(error, ModuleNotFoundError): return f"{error}; pip install -c constraints.txt -e '.[notebooks]' brings what the commands need"
     return str(error) or type(error).__name__
 
 # %% ../nbs/54_cli.ipynb #f9a02183

@@ -186,7 +186,7 @@ class Progress:
             elif error: self.bar.write(text, file=self.file)
         if self.live: self.bar.refresh()
 
-# %% ../nbs/50b_runner.ipynb #ee9788b1
+# %% ../nbs/50b_runner.ipynb #94ebaacd
 def run_grid(
     grid, # Grid
     workers=1, # cells at a time
@@ -195,8 +195,8 @@ def run_grid(
     engine=run_local, # see `run_local`
 ): # dict of cell id -> error of the cells that failed in this run
     "Check a grid and run every cell that is not done; ValueError or OSError before the first one starts."
-    check(grid)
     cells, failures = grid.cells(only), {}
+    check(grid)
     todo = [c for c in cells if not is_done(c)]
     progress = Progress(len(cells), len(cells) - len(todo))
     with closing(progress.bar), closing(engine(todo, workers, lambda c: environment(grid, c))) as events:
