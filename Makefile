@@ -1,0 +1,35 @@
+# Each target works alone on a fresh machine with make and Python 3.11 or newer (with venv); the first one run sets up .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NOTEBOOKS := $(wildcard nbs/*.ipynb nbs/runs/*.ipynb)
+.DEFAULT_GOAL := help
+.PHONY: help paper test notebooks clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+paper: $(VENV)/notebooks.stamp ## run the smoke grid, build the paper from its rows (10 minutes on two cores)
+	$(BIN)/qk grid run grids/smoke/characters.toml --workers 2
+	$(BIN)/qk paper --scale smoke
+
+test: $(VENV)/dev.stamp ## run every notebook, then the tests
+	$(BIN)/nbdev_test --path nbs --n_workers 2
+	$(BIN)/python -m pytest -q tests
+
+notebooks: $(VENV)/dev.stamp ## export the package, run the notebooks and keep their outputs, clean them
+	$(BIN)/nbdev_export
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace $(NOTEBOOKS)
+	$(BIN)/nbdev_clean
+
+clean: ## remove what can be made again; results and the work of grid cells stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis paper/paper.html
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One install command for everything: nbdev and its parts, installed one after another, resolve to versions that do not fit.
+$(VENV)/%.stamp: settings.ini setup.py pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	touch $@

@@ -1,0 +1,56 @@
+"The manners of `qk`: help at once, one line for an error."
+import time
+
+import pytest
+from toy import GRID, make_grid, qk
+
+from qk_geometry.cli import EXAMPLES
+from qk_geometry.grid import Grid
+
+
+def test_help_is_quick_and_has_an_example_for_every_command():
+    start = time.perf_counter()
+    answer = qk("--help")
+    assert time.perf_counter() - start < 3 and answer.returncode == 0
+    assert EXAMPLES and all(e in answer.stdout for e in EXAMPLES)
+    for example in EXAMPLES:
+        words = [w for w in example.split()[1:3 if example.startswith("qk grid") else 2]]
+        assert f"Example: {example}" in " ".join(qk(*words, "--help").stdout.split())
+
+
+@pytest.mark.parametrize("args, code, words", [
+    (["nothing"], 2, "No such command"),
+    (["grid", "run"], 2, "Missing argument"),
+    (["grid", "run", "GRID", "--workers", "0"], 2, "workers"),
+    (["grid", "run", "GRID", "--workers", "two"], 2, "valid integer"),
+    (["grid", "run", "absent.toml"], 1, "absent.toml"),
+    (["grid", "run", "GRID", "--data", "absent"], 1, "no text at"),
+    (["grid", "run", "GRID", "--only", "seed=8"], 1, "no cell matches 'seed=8'"),
+    (["grid", "run", "GRID", "--results", "/dev/null"], 1, "cannot write results to /dev/null"),
+    (["grid", "collect", "GRID"], 1, "no cell of toy.toml has run"),
+    (["paper", "--notebook", "absent.ipynb"], 1, "no absent.ipynb here"),
+])
+def test_an_error_is_one_line(tmp_path, args, code, words):
+    path = make_grid(tmp_path)
+    answer = qk(*[path if a == "GRID" else a for a in args])
+    assert answer.returncode == code and words in answer.stderr, answer.stderr
+    assert answer.stderr.count("\n") == 1 and answer.stderr.startswith("qk: ") and answer.stdout == ""
+    assert not (tmp_path / "results/smoke/toy/rows.parquet").exists()
+
+
+def test_a_failed_cell_shows_in_the_exit_code_and_in_status(tmp_path):
+    path = make_grid(tmp_path, GRID.replace("[0.1, 0.2]", "[0.1]").replace("[7, 37]", "[7, 13]"))
+    answer = qk("grid", "run", path, "--workers", 2)
+    assert answer.returncode == 1 and "1 of 2 cells in" in answer.stdout
+    assert answer.stderr.splitlines()[-1].startswith("qk: 1 cells failed")
+    listing = qk("grid", "status", path)
+    assert listing.returncode == 0 and "2 cells: 1 ok, 0 running, 1 failed, 0 missing" in listing.stdout
+    assert "RuntimeError: seed 13 diverged at step 1" in listing.stdout
+    assert qk("grid", "run", path, "--dry-run").stdout == listing.stdout
+
+
+def test_a_part_of_a_grid_lists_the_rest_as_missing(tmp_path):
+    path = make_grid(tmp_path, GRID.replace("[0.1, 0.2]", "[0.1]"))
+    assert qk("grid", "run", path, "--only", "seed=7-").returncode == 0
+    assert "1 of 2 cells in" in qk("grid", "collect", path).stdout
+    assert [line.split(",")[1] for line in (Grid.load(path).results / "cells.csv").read_text().splitlines()] == ["status", "ok", "missing"]
