@@ -186,7 +186,7 @@ def check(
     except OSError as error: raise OSError(f"cannot write results to {grid.results}: {os.strerror(error.errno)}") from None
     return grid
 
-# %% ../nbs/50_grid.ipynb #bd930627
+# %% ../nbs/50_grid.ipynb #e98fa170
 def check_values(
     config, # "module:Class"; its fields are parameters, and it has a method validate()
     cells, # list of Cell
@@ -197,7 +197,7 @@ def check_values(
     except (ImportError, AttributeError) as error: raise ValueError(f"config = {config!r} cannot be imported: {error}") from None
     for c in cells:
         try: cls(**{k: v for k, v in c.parameters.items() if k in cls.__dataclass_fields__}).validate()
-        except ValueError as error: raise ValueError(f"cell {c.id}: {error}") from None
+        except (ValueError, TypeError) as error: raise ValueError(f"cell {c.id}: {error}") from None
 
 # %% ../nbs/50_grid.ipynb #a7b00c89
 def check_corpora(
