@@ -21,6 +21,7 @@ test: $(VENV)/dev.stamp ## run every notebook, then the tests
 notebooks: $(VENV)/dev.stamp ## export the package, run the notebooks and keep their outputs, clean them
 	$(BIN)/nbdev_export
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace $(NOTEBOOKS)
+	$(BIN)/jupyter nbconvert --to notebook --inplace --CoalesceStreamsPreprocessor.enabled=True $(NOTEBOOKS)
 	$(BIN)/nbdev_clean
 
 clean: ## remove what can be made again; results and the work of grid cells stay

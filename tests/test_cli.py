@@ -2,6 +2,7 @@
 import time
 
 import pytest
+from nbformat import v4, write
 from toy import GRID, make_grid, qk
 
 from qk_geometry.cli import EXAMPLES
@@ -54,3 +55,19 @@ def test_a_part_of_a_grid_lists_the_rest_as_missing(tmp_path):
     assert qk("grid", "run", path, "--only", "seed=7-").returncode == 0
     assert "1 of 2 cells in" in qk("grid", "collect", path).stdout
     assert [line.split(",")[1] for line in (Grid.load(path).results / "cells.csv").read_text().splitlines()] == ["status", "ok", "missing"]
+
+
+def test_the_paper_is_a_page_without_code(tmp_path):
+    body = "from pathlib import Path\nif scale == 'none': raise FileNotFoundError('no rows\\nat results/none')\nprint('the scale', 'is', scale, Path.cwd().name)"
+    cells = [v4.new_code_cell("scale:str = 'cpu' # which results", metadata={"tags": ["parameters"]}), v4.new_code_cell(body)]
+    path = tmp_path / "paper/paper.ipynb"
+    path.parent.mkdir()
+    write(v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}), path)
+    before = path.read_bytes()
+    answer = qk("paper", "--scale", "smoke", cwd=tmp_path)
+    assert answer.returncode == 0 and str(path.with_suffix(".html")) in answer.stdout, answer.stderr
+    page = path.with_suffix(".html").read_text()
+    assert "the scale is smoke paper" in page and "Path.cwd" not in page and path.read_bytes() == before
+    answer = qk("paper", "--scale", "none", cwd=tmp_path)
+    assert answer.returncode == 1 and answer.stderr.splitlines()[-1] == "qk: paper.ipynb: FileNotFoundError: no rows at results/none"
+    assert path.with_suffix(".html").read_text() == page
