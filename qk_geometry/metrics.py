@@ -5,21 +5,25 @@
 # %% auto #0
 __all__ = ['CELLS_PER_BLOCK', 'top_weights', 'attention_statistics', 'cosine', 'alignment', 'principal_angles', 'gram_imbalance']
 
-# %% ../nbs/20_metrics.ipynb #64c86daf
+# %% ../nbs/20_metrics.ipynb #2e075028
 import math
 
+import numpy as np
 import torch
 
-from .spectra import group_heads, require_finite, upcast
+from .spectra import group_heads, non_finite, require_finite, upcast
 
-# %% ../nbs/20_metrics.ipynb #bd7cc505
+# %% ../nbs/20_metrics.ipynb #b7d48ef5
 def top_weights(
-    p, # [... n] attention weights
+    p, # [... m] attention weights
     n=5, # how many
 ): # [... n] the largest, sorted; zero where the row is shorter
     "The `n` largest weights of each row."
-    top = p.topk(min(n, p.shape[-1])).values
-    return torch.nn.functional.pad(top, (0, n - top.shape[-1]))
+    n_there = min(n, p.shape[-1])
+    if p.device.type == "cpu" and p.shape[-1] <= 512 and not p.requires_grad:                   # numpy sorts short rows eight times faster than topk
+        top = torch.from_numpy(np.sort(p.numpy(), axis=-1)[..., :-n_there - 1:-1].copy())
+    else: top = p.topk(n_there).values
+    return torch.nn.functional.pad(top, (0, n - n_there))
 
 # %% ../nbs/20_metrics.ipynb #5ea237e0
 def _block_statistics(logits, n_visible, first):
@@ -50,7 +54,7 @@ def _summary(rows, n_visible):
     out["entropy_normalised"] = normalised.mean(-1)
     return out | {"logit_mean": mean, "logit_var": var, "logit_std": var.sqrt(), "logit_max": rows["row_max"].amax(-1)}
 
-# %% ../nbs/20_metrics.ipynb #0a1b4910
+# %% ../nbs/20_metrics.ipynb #6ad179e9
 CELLS_PER_BLOCK = {"cpu": 2**18, "cuda": 2**25}  # a block that stays in the cache; one that fills the card
 
 def attention_statistics(
@@ -63,7 +67,7 @@ def attention_statistics(
     batch, n_heads, n_q, d_head = q.shape
     if causal and n_q != k.shape[-2]: raise ValueError(f"causal attention needs as many queries as keys; here {n_q} and {k.shape[-2]}")
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    q, k = q.to(dtype) / math.sqrt(d_head), group_heads(k, n_heads).to(dtype)
+    q, k = (q.to(dtype) / math.sqrt(d_head)).contiguous(), group_heads(k, n_heads).to(dtype).contiguous()     # else every block would copy
     n_visible = torch.arange(1, n_q + 1, device=q.device) if causal else torch.full((n_q,), k.shape[-2], device=q.device)
     block = block or max(1, CELLS_PER_BLOCK.get(q.device.type, 2**22) // (batch * n_heads * k.shape[-2]))
     step, rows = -(-k.shape[-2] // 16), {}
@@ -93,7 +97,7 @@ def alignment(
     return {"weight_cosine": cosine(W_Q.flatten(-2), W_K.flatten(-2)), "column_alignment": columns.nanmean(-1),
             "column_alignment_abs": columns.abs().nanmean(-1), "row_alignment": rows.nanmean(-1), "row_alignment_abs": rows.abs().nanmean(-1)}
 
-# %% ../nbs/20_metrics.ipynb #7ccf8c0a
+# %% ../nbs/20_metrics.ipynb #04b4bb48
 def principal_angles(
     W_Q, # [... d_model d_head]
     W_K, # [... d_model d_head]
@@ -102,7 +106,7 @@ def principal_angles(
     "Angles between the column spaces; ValueError names a non-finite input."
     W_Q, W_K = upcast(W_Q), upcast(W_K)
     if not nan_ok: require_finite(W_Q, "W_Q"), require_finite(W_K, "W_K")
-    bad = ~(torch.isfinite(W_Q) & torch.isfinite(W_K)).all(-1).all(-1)
+    bad = non_finite(W_Q, 2) | non_finite(W_K, 2)
     U_Q, U_K = (torch.linalg.qr(torch.where(bad[..., None, None], 1.0, W)).Q for W in (W_Q, W_K))
     angles = torch.rad2deg(torch.linalg.svdvals(U_Q.mT @ U_K).clamp(max=1.0).acos())
     return torch.where(bad[..., None], math.nan, angles)
