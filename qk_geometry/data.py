@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SUFFIXES', 'WIKITEXT', 'UNKNOWN', 'write_atomic', 'builtin_text', 'read_text', 'split_files', 'read_splits', 'cut',
-           'cache_folder', 'prepare_wikitext', 'vocabulary', 'encode', 'CharCorpus', 'corpus_path', 'batch', 'windows']
+           'cache_folder', 'prepare_wikitext', 'vocabulary', 'encode', 'CharCorpus', 'corpus_path', 'refuse_strangers',
+           'batch', 'windows']
 
 # %% ../nbs/00_data.ipynb #4e8212a2
 import gzip
@@ -160,7 +161,7 @@ def encode(
     table[_points(chars[1:])] = np.arange(1, len(chars), dtype=np.uint16)
     return np.concatenate([table[_points(text[i:i + 2**24])] for i in range(0, len(text), 2**24)] or [table[:0]])
 
-# %% ../nbs/00_data.ipynb #c74cfef5
+# %% ../nbs/00_data.ipynb #2a67e545
 @dataclass(frozen=True)
 class CharCorpus:
     "A text as character numbers, with the name and the hash of exactly what was used."
@@ -184,13 +185,13 @@ class CharCorpus:
         for text in texts.values(): digest.update(text.encode())
         try: chars = vocabulary(texts["train"], min_count)
         except ValueError as error: raise ValueError(f"{source}: {error}") from None
+        refuse_strangers(source, texts["valid"], chars, max_unknown)
         splits = _encoded(texts, chars, f"{digest.hexdigest()[:16]}-{min_count}")
         unknown = {s: float((x == 0).mean()) if len(x) else 0.0 for s, x in splits.items()}
-        if unknown["valid"] > max_unknown: raise ValueError(_strangers(source, texts["valid"], chars, unknown["valid"], max_unknown))
         label = f"{name}, {'first ' if partial else ''}{len(texts['train']):,} training characters"
         return cls(name, label, digest.hexdigest(), chars, splits, unknown)
 
-# %% ../nbs/00_data.ipynb #0f75454c
+# %% ../nbs/00_data.ipynb #50ef2900
 def _find(source, n_chars):
     if source == "builtin": return "builtin", cut(builtin_text(), n_chars), n_chars is not None
     folder = corpus_path(source)
@@ -214,10 +215,13 @@ def _encoded(texts, chars, key):
     empty = np.zeros(0, np.uint16)  # an empty file cannot be mapped
     return {s: np.memmap(folder / s, np.uint16, "r") if t else empty for s, t in texts.items()}
 
-def _strangers(source, text, chars, share, limit):
+def refuse_strangers(source, text, chars, limit):
+    "ValueError, naming characters, when more than `limit` of a validation text is outside the vocabulary."
+    share = (encode(text, chars) == 0).mean() if text else 0.0
+    if share <= limit: return
     strange = "".join(sorted(set(text) - set(chars)))
-    return (f"{source}: {share:.1%} of the validation characters never occur in training (limit {limit:.1%}): "
-            f"{strange[:20]!r}{' ...' if len(strange) > 20 else ''}")
+    raise ValueError(f"{source}: {share:.1%} of the validation characters are not in the training vocabulary (limit {limit:.1%}): "
+                     f"{strange[:20]!r}{' ...' if len(strange) > 20 else ''}")
 
 # %% ../nbs/00_data.ipynb #bc94d519
 def _take(tokens, starts, n_ctx):
