@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NOTEBOOKS := $(wildcard nbs/*.ipynb nbs/runs/*.ipynb)
+# Two notebooks run at a time; each taking every core would make both several times slower.
+export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help paper test notebooks clean
 .DELETE_ON_ERROR:
