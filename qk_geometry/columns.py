@@ -21,7 +21,7 @@ from .data import write_atomic
 KEYS = {"cell": pa.string(), "step": pa.int64(), "epoch": pa.float64(), "tokens": pa.int64(),
         "layer": pa.int16(), "head": pa.int16()}
 
-# %% ../nbs/05_columns.ipynb #535e6b23
+# %% ../nbs/05_columns.ipynb #43dfcb6d
 @dataclass(frozen=True)
 class Column:
     "One metric: what it is, where it applies and where it comes from."
@@ -31,7 +31,12 @@ class Column:
     levels: str      # "head", "layer", "model" or several, space separated
     unit: str        # "" when dimensionless
     range: str       # "low to high"; a letter is a dimension
-    source: str      # where the definition comes from
+    source: str      # where the definition comes from; "definition" when the formula says it all
+
+    @property
+    def shape(self): # "[]" of a run, "[layer]", "[layer head]"
+        "Shape of the values of one snapshot, for each level."
+        return ", ".join({"model": "[]", "layer": "[layer]", "head": "[layer head]"}[level] for level in self.levels.split())
 
     @property
     def bounds(self): # (low, high) as floats; a bound that depends on a dimension is left open
@@ -40,7 +45,7 @@ class Column:
         number = lambda text, other: float(text) if re.fullmatch(r"-?[\d.]+|-?inf", text) else other
         return number(low, -np.inf), number(high, np.inf)
 
-# %% ../nbs/05_columns.ipynb #4d7cbc48
+# %% ../nbs/05_columns.ipynb #3c09f12b
 _both, _all = "layer head", "model layer head"
 _spectral = [
     ("{x}_pr_cov", "participation ratio of the centred covariance of {x}", r"(\sum\lambda_i)^2/\sum\lambda_i^2", _both, "", "1 to d", "Gao et al. 2017"),
@@ -48,63 +53,63 @@ _spectral = [
     ("{x}_pr_cov_raw", "participation ratio of the second moment of {x}, not centred", r"(\sum\lambda_i)^2/\sum\lambda_i^2", _both, "", "1 to d", "Gao et al. 2017"),
     ("{x}_pr_cov_corrected", "participation ratio from unbiased estimates of both moments", r"\widehat{(\mathrm{tr}\,\Sigma)^2}/\widehat{\mathrm{tr}\,\Sigma^2}", _both, "", "0 to inf", "Gaussian moments"),
     ("{x}_erank_cov", "effective rank of the eigenvalues of the centred covariance", r"\exp(-\sum p_i\ln p_i),\ p=\lambda/\sum\lambda", _both, "", "1 to d", "Roy and Vetterli 2007"),
-    ("{x}_eig1_cov", "largest eigenvalue of the centred covariance", r"\lambda_1", _both, "squared activation", "0 to inf", ""),
-    ("{x}_eig1_share_cov", "share of the largest eigenvalue in the trace", r"\lambda_1/\sum\lambda_i", _both, "", "0 to 1", ""),
-    ("{x}_n90_cov", "eigenvalues needed for 90 % of the trace", r"\min\{m:\sum_{i\le m}\lambda_i\ge 0.9\sum\lambda_i\}", _both, "count", "1 to d", ""),
-    ("{x}_decay_cov", "slope of log eigenvalue on log index", r"\partial\ln\lambda_i/\partial\ln i", _both, "", "-inf to 0", ""),
-    ("{x}_cond_cov", "condition number, eigenvalues floored at 1e-12 of the largest", r"\lambda_1/\max(\lambda_d,10^{-12}\lambda_1)", _both, "", "1 to inf", ""),
-    ("{x}_rms", "root mean square of the entries of {x}", r"\sqrt{\langle x^2\rangle}", _both, "activation", "0 to inf", ""),
-    ("{x}_l2", "mean Euclidean norm of the vectors {x}", r"\langle\lVert x\rVert_2\rangle", _both, "activation", "0 to inf", ""),
+    ("{x}_eig1_cov", "largest eigenvalue of the centred covariance", r"\lambda_1", _both, "squared activation", "0 to inf", "definition"),
+    ("{x}_eig1_share_cov", "share of the largest eigenvalue in the trace", r"\lambda_1/\sum\lambda_i", _both, "", "0 to 1", "definition"),
+    ("{x}_n90_cov", "eigenvalues needed for 90 % of the trace", r"\min\{m:\sum_{i\le m}\lambda_i\ge 0.9\sum\lambda_i\}", _both, "count", "1 to d", "definition"),
+    ("{x}_decay_cov", "slope of log eigenvalue on log index", r"\partial\ln\lambda_i/\partial\ln i", _both, "", "-inf to 0", "definition"),
+    ("{x}_cond_cov", "condition number, eigenvalues floored at 1e-12 of the largest", r"\lambda_1/\max(\lambda_d,10^{-12}\lambda_1)", _both, "", "1 to inf", "definition"),
+    ("{x}_rms", "root mean square of the entries of {x}", r"\sqrt{\langle x^2\rangle}", _both, "activation", "0 to inf", "definition"),
+    ("{x}_l2", "mean Euclidean norm of the vectors {x}", r"\langle\lVert x\rVert_2\rangle", _both, "activation", "0 to inf", "definition"),
     ("{W}_pr_sv2", "participation ratio of the squared singular values of {W}", r"(\sum\sigma_i^2)^2/\sum\sigma_i^4", _both, "", "1 to d", "Gao et al. 2017"),
     ("{W}_erank_sv", "effective rank of the singular values of {W}", r"\exp(-\sum p_i\ln p_i),\ p=\sigma/\sum\sigma", _both, "", "1 to d", "Roy and Vetterli 2007"),
     ("{W}_stable_rank", "stable rank of {W}", r"\lVert W\rVert_F^2/\lVert W\rVert_2^2", _both, "", "1 to d", "Rudelson and Vershynin 2007"),
-    ("{W}_frobenius", "Frobenius norm of {W}", r"\lVert W\rVert_F", _both, "weight", "0 to inf", ""),
-    ("{W}_spectral", "spectral norm of {W}", r"\lVert W\rVert_2=\sigma_1", _both, "weight", "0 to inf", ""),
-    ("{W}_grad_norm", "norm of the gradient of {W} at the last step, before clipping", r"\lVert\nabla_W L\rVert_F", "layer", "nats per weight", "0 to inf", ""),
-    ("{W}_update_ratio", "size of the last update of {W} relative to {W}", r"\lVert\Delta W\rVert_F/\lVert W\rVert_F", "layer", "", "0 to inf", ""),
+    ("{W}_frobenius", "Frobenius norm of {W}", r"\lVert W\rVert_F", _both, "weight", "0 to inf", "definition"),
+    ("{W}_spectral", "spectral norm of {W}", r"\lVert W\rVert_2=\sigma_1", _both, "weight", "0 to inf", "definition"),
+    ("{W}_grad_norm", "norm of the gradient of {W} at the last step, before clipping", r"\lVert\nabla_W L\rVert_F", "layer", "nats per weight", "0 to inf", "definition"),
+    ("{W}_update_ratio", "size of the last update of {W} relative to {W}", r"\lVert\Delta W\rVert_F/\lVert W\rVert_F", "layer", "", "0 to inf", "definition"),
 ]
 
-# %% ../nbs/05_columns.ipynb #43b9ae39
+# %% ../nbs/05_columns.ipynb #b4919603
 _joint = [
-    ("n_tokens", "tokens in the probe batch", r"n", _both, "count", "1 to inf", ""),
+    ("n_tokens", "tokens in the probe batch", r"n", _both, "count", "1 to inf", "definition"),
     ("qk_erank_sv", "effective rank of the weight product", r"\mathrm{erank}\,\sigma(W_QW_K^\top)", _both, "", "1 to d", "Roy and Vetterli 2007"),
     ("qk_pr_sv2", "participation ratio of its squared singular values", r"(\sum\sigma_i^2)^2/\sum\sigma_i^4", _both, "", "1 to d", "Gao et al. 2017"),
     ("qk_stable_rank", "stable rank of the weight product", r"\lVert W_QW_K^\top\rVert_F^2/\lVert W_QW_K^\top\rVert_2^2", _both, "", "1 to d", "Rudelson and Vershynin 2007"),
-    ("qk_spectral", "spectral norm of the weight product", r"\lVert W_QW_K^\top\rVert_2", _both, "squared weight", "0 to inf", ""),
+    ("qk_spectral", "spectral norm of the weight product", r"\lVert W_QW_K^\top\rVert_2", _both, "squared weight", "0 to inf", "definition"),
     ("logit_erank_sv", "effective rank of the unmasked score matrix, mean over sequences", r"\mathrm{erank}\,\sigma(QK^\top/\sqrt{d_h})", _both, "", "1 to d", "Roy and Vetterli 2007"),
     ("logit_pr_sv2", "participation ratio of its squared singular values", r"(\sum\sigma_i^2)^2/\sum\sigma_i^4", _both, "", "1 to d", "Gao et al. 2017"),
     ("logit_stable_rank", "stable rank of the unmasked score matrix", r"\sum\sigma_i^2/\sigma_1^2", _both, "", "1 to d", "Rudelson and Vershynin 2007"),
     ("balanced_pr", "participation ratio of the balanced spectrum", r"(\sum\Lambda_i)^2/\sum\Lambda_i^2,\ \Lambda^2=\mathrm{eig}(\mathrm{E}[qq^\top]\,\Sigma_K)", _both, "", "1 to d", "this work"),
     ("balanced_erank", "effective rank of the balanced spectrum", r"\mathrm{erank}\,\Lambda", _both, "", "1 to d", "this work"),
     ("gram_imbalance", "imbalance of the two Gram matrices", r"\lVert W_Q^\top W_Q-W_K^\top W_K\rVert_F\big/\tfrac12(\lVert W_Q^\top W_Q\rVert_F+\lVert W_K^\top W_K\rVert_F)", _both, "", "0 to 2", "conserved by gradient flow"),
-    ("weight_cosine", "cosine of the flattened matrices", r"\langle W_Q,W_K\rangle/(\lVert W_Q\rVert_F\lVert W_K\rVert_F)", _both, "", "-1 to 1", ""),
-    ("column_alignment", "mean cosine of matching columns, signed", r"\langle\cos(w^Q_{\cdot c},w^K_{\cdot c})\rangle_c", _both, "", "-1 to 1", ""),
-    ("column_alignment_abs", "mean absolute cosine of matching columns", r"\langle|\cos(w^Q_{\cdot c},w^K_{\cdot c})|\rangle_c", _both, "", "0 to 1", ""),
-    ("row_alignment", "mean cosine of matching rows, signed", r"\langle\cos(w^Q_{r\cdot},w^K_{r\cdot})\rangle_r", _both, "", "-1 to 1", ""),
-    ("row_alignment_abs", "mean absolute cosine of matching rows", r"\langle|\cos(w^Q_{r\cdot},w^K_{r\cdot})|\rangle_r", _both, "", "0 to 1", ""),
+    ("weight_cosine", "cosine of the flattened matrices", r"\langle W_Q,W_K\rangle/(\lVert W_Q\rVert_F\lVert W_K\rVert_F)", _both, "", "-1 to 1", "definition"),
+    ("column_alignment", "mean cosine of matching columns, signed", r"\langle\cos(w^Q_{\cdot c},w^K_{\cdot c})\rangle_c", _both, "", "-1 to 1", "definition"),
+    ("column_alignment_abs", "mean absolute cosine of matching columns", r"\langle|\cos(w^Q_{\cdot c},w^K_{\cdot c})|\rangle_c", _both, "", "0 to 1", "definition"),
+    ("row_alignment", "mean cosine of matching rows, signed", r"\langle\cos(w^Q_{r\cdot},w^K_{r\cdot})\rangle_r", _both, "", "-1 to 1", "definition"),
+    ("row_alignment_abs", "mean absolute cosine of matching rows", r"\langle|\cos(w^Q_{r\cdot},w^K_{r\cdot})|\rangle_r", _both, "", "0 to 1", "definition"),
     ("principal_angle_min", "smallest principal angle between the column spaces of a head", r"\arccos\sigma_1(U_Q^\top U_K)", "head", "degrees", "0 to 90", "Björck and Golub 1973"),
     ("principal_angle_mean", "mean principal angle between the column spaces of a head", r"\langle\arccos\sigma_i(U_Q^\top U_K)\rangle_i", "head", "degrees", "0 to 90", "Björck and Golub 1973"),
 ]
 
-# %% ../nbs/05_columns.ipynb #d0635ae0
+# %% ../nbs/05_columns.ipynb #607868bb
 _attention = [
-    ("attention_entropy", "entropy of an attention row, mean over rows", r"-\sum_j p_{ij}\ln p_{ij}", _both, "nats", "0 to inf", ""),
-    ("attention_entropy_normalised", "the same over its maximum; rows with one visible key left out", r"H_i/\ln i,\ i\ge 2", _both, "", "0 to 1", ""),
-    ("top1_mass", "largest attention weight of a row, mean over rows", r"p_{i(1)}", _both, "", "0 to 1", ""),
-    ("top5_mass", "mass of the five largest attention weights", r"\sum_{r\le5}p_{i(r)}", _both, "", "0 to 1", ""),
-    ("attention_gap", "largest minus second largest attention weight", r"p_{i(1)}-p_{i(2)}", _both, "", "0 to 1", ""),
+    ("attention_entropy", "entropy of an attention row, mean over rows", r"-\sum_j p_{ij}\ln p_{ij}", _both, "nats", "0 to inf", "Shannon 1948"),
+    ("attention_entropy_normalised", "the same over its maximum; rows with one visible key left out", r"H_i/\ln i,\ i\ge 2", _both, "", "0 to 1", "Shannon 1948"),
+    ("top1_mass", "largest attention weight of a row, mean over rows", r"p_{i(1)}", _both, "", "0 to 1", "definition"),
+    ("top5_mass", "mass of the five largest attention weights", r"\sum_{r\le5}p_{i(r)}", _both, "", "0 to 1", "definition"),
+    ("attention_gap", "largest minus second largest attention weight", r"p_{i(1)}-p_{i(2)}", _both, "", "0 to 1", "definition"),
     ("sink_mass", "mass on the first position", r"p_{i1}", _both, "", "0 to 1", "Xiao et al. 2023"),
-    ("logit_mean", "mean of the visible logits", r"\langle\ell_{ij}\rangle", _both, "logit", "-inf to inf", ""),
-    ("logit_var", "variance of the visible logits of a sequence and head", r"\langle\ell_{ij}^2\rangle-\langle\ell_{ij}\rangle^2", _both, "squared logit", "0 to inf", ""),
-    ("logit_std", "standard deviation of the visible logits of a sequence and head", r"\sqrt{\mathrm{var}\,\ell}", _both, "logit", "0 to inf", ""),
-    ("logit_max", "largest visible logit of the probe batch", r"\max\ell_{ij}", _both, "logit", "-inf to inf", ""),
+    ("logit_mean", "mean of the visible logits", r"\langle\ell_{ij}\rangle", _both, "logit", "-inf to inf", "definition"),
+    ("logit_var", "variance of the visible logits of a sequence and head", r"\langle\ell_{ij}^2\rangle-\langle\ell_{ij}\rangle^2", _both, "squared logit", "0 to inf", "definition"),
+    ("logit_std", "standard deviation of the visible logits of a sequence and head", r"\sqrt{\mathrm{var}\,\ell}", _both, "logit", "0 to inf", "definition"),
+    ("logit_max", "largest visible logit of the probe batch", r"\max\ell_{ij}", _both, "logit", "-inf to inf", "definition"),
 ]
 _training = [
-    ("train_loss", "cross-entropy of the training batch of the last step", r"-\langle\ln p(x_{t+1}|x_{\le t})\rangle", "model", "nats per character", "0 to inf", ""),
-    ("val_loss", "cross-entropy on the fixed validation windows", r"-\langle\ln p(x_{t+1}|x_{\le t})\rangle", "model", "nats per character", "0 to inf", ""),
-    ("val_bits", "the same in bits", r"\mathrm{val\_loss}/\ln 2", "model", "bits per character", "0 to inf", ""),
-    ("learning_rate", "learning rate of the last step", r"\eta", "model", "", "0 to inf", ""),
-    ("grad_norm", "global gradient norm of the last step, before clipping", r"\lVert\nabla L\rVert_2", "model", "nats per weight", "0 to inf", ""),
+    ("train_loss", "cross-entropy of the training batch of the last step", r"-\langle\ln p(x_{t+1}|x_{\le t})\rangle", "model", "nats per character", "0 to inf", "Shannon 1948"),
+    ("val_loss", "cross-entropy on the fixed validation windows", r"-\langle\ln p(x_{t+1}|x_{\le t})\rangle", "model", "nats per character", "0 to inf", "Shannon 1948"),
+    ("val_bits", "the same in bits", r"\mathrm{val\_loss}/\ln 2", "model", "bits per character", "0 to inf", "Shannon 1948"),
+    ("learning_rate", "learning rate of the last step", r"\eta", "model", "", "0 to inf", "schedule"),
+    ("grad_norm", "global gradient norm of the last step, before clipping", r"\lVert\nabla L\rVert_2", "model", "nats per weight", "0 to inf", "definition"),
 ]
 
 # %% ../nbs/05_columns.ipynb #8b6211a1
@@ -114,13 +119,13 @@ def _expand(spec):
 
 METRICS = {c.name: c for spec in _spectral + _joint + _attention + _training for c in _expand(spec)}
 
-# %% ../nbs/05_columns.ipynb #a3a16fb6
+# %% ../nbs/05_columns.ipynb #0901c65e
 def metric_table(
     names=None # metric names; all when None
-): # one row per metric: name, title, formula, levels, unit, range, source
+): # one row per metric: name, title, formula, levels, unit, range, source, shape
     "The metrics as a table; KeyError names one that does not exist."
     names = list(METRICS) if names is None else list(names)
-    return pd.DataFrame([vars(METRICS[n]) for n in names])
+    return pd.DataFrame([{**vars(METRICS[n]), "shape": METRICS[n].shape} for n in names])
 
 # %% ../nbs/05_columns.ipynb #bb6fb3dc
 def level(

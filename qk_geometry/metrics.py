@@ -13,14 +13,14 @@ import torch
 
 from .spectra import group_heads, non_finite, require_finite, upcast
 
-# %% ../nbs/20_metrics.ipynb #b7d48ef5
+# %% ../nbs/20_metrics.ipynb #e7746ac3
 def top_weights(
     p, # [... m] attention weights
     n=5, # how many
 ): # [... n] the largest, sorted; zero where the row is shorter
     "The `n` largest weights of each row."
     n_there = min(n, p.shape[-1])
-    if p.device.type == "cpu" and p.shape[-1] <= 512 and not p.requires_grad:                   # numpy sorts short rows eight times faster than topk
+    if p.device.type == "cpu" and p.shape[-1] <= 512 and not (p.requires_grad or torch.compiler.is_compiling()):   # numpy sorts short rows eight times faster than topk
         top = torch.from_numpy(np.sort(p.numpy(), axis=-1)[..., :-n_there - 1:-1].copy())
     else: top = p.topk(n_there).values
     return torch.nn.functional.pad(top, (0, n - n_there))

@@ -94,3 +94,9 @@ def test_no_logit_depends_on_a_later_character(mlp):
         changed[:, prefix:] = (changed[:, prefix:] + 17) % 50
         torch.testing.assert_close(model(changed)[:, :prefix], logits[:, :prefix], rtol=0, atol=1e-12)
         assert (model(changed)[:, prefix:] - logits[:, prefix:]).abs().max() > 1e-3
+
+
+def test_compiles_as_one_graph():
+    q, k = torch.randn(1, 2, 48, 8), torch.randn(1, 2, 48, 8)
+    compiled = torch.compile(attention_statistics, backend="aot_eager", fullgraph=True)
+    for name, value in attention_statistics(q, k).items(): torch.testing.assert_close(compiled(q, k)[name], value, msg=name)
