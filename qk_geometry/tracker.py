@@ -6,10 +6,11 @@
 __all__ = ['undisturbed', 'capture', 'layer_moments', 'activation_metrics', 'weight_metrics', 'joint_metrics', 'measure', 'rows',
            'Tracker']
 
-# %% ../nbs/21_tracker.ipynb #aa2c849c
+# %% ../nbs/21_tracker.ipynb #6ea68bcd
 import contextlib
 import math
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -17,7 +18,7 @@ from .attention import split_heads
 from .columns import METRICS
 from .metrics import alignment, attention_statistics, gram_imbalance, principal_angles
 from .spectra import (SequenceMoments, bootstrap_participation_ratio, corrected_participation_ratio, covariance_participation_ratio, effective_rank,
-                                 eigenvalue_statistics, eigenvalues, group_heads, logit_singular_values, participation_ratio, product_singular_values,
+                                 eigenvalue_statistics, eigenvalues, group_heads, logit_singular_values, non_finite, participation_ratio, product_singular_values,
                                  qk_singular_values, singular_values, stable_rank, upcast)
 
 # %% ../nbs/21_tracker.ipynb #9c1f346c
@@ -126,13 +127,13 @@ def joint_metrics(
     head |= {names.get(name, name): value.amax(0) if name == "logit_max" else value.mean(0) for name, value in statistics.items()}
     return {name: value.amax() if name == "logit_max" else value.mean() for name, value in head.items()}, head
 
-# %% ../nbs/21_tracker.ipynb #536d4ae1
+# %% ../nbs/21_tracker.ipynb #bd101be6
 def _reasons(tensors, n_tokens):
     "Status text of each head, and of the layer, from [head ...] tensors by name."
     heads = [[] for _ in next(iter(tensors.values()))]
     for name, x in tensors.items():
         flat = x.flatten(1)
-        broken, dead = (~torch.isfinite(flat)).any(1).tolist(), (flat == flat[:, :1]).all(1).tolist()
+        broken, dead = non_finite(flat, 1).tolist(), (flat.amax(1) == flat.amin(1)).tolist()
         for i, reasons in enumerate(heads):
             if broken[i]: reasons.append(f"non-finite {name}")
             elif dead[i]: reasons.append(f"constant {name}")
@@ -157,7 +158,7 @@ def measure(
     head_status, layer_status = _reasons({"q": q.transpose(0, 1), "k": k.transpose(0, 1), "W_Q": W_Q, "W_K": group_heads(W_K, H)}, n_tokens)
     return layer | {"n_tokens": n_tokens, "status": layer_status}, head | {"n_tokens": [n_tokens] * H, "status": head_status}
 
-# %% ../nbs/21_tracker.ipynb #eb2dabcd
+# %% ../nbs/21_tracker.ipynb #feaf3205
 def _plain(value): return value.tolist() if isinstance(value, torch.Tensor) else value
 
 def rows(
@@ -176,8 +177,9 @@ def rows(
         columns = {name: _plain(value) for name, value in head.items()}
         records += [{"layer": number, "head": i} | {name: values[i] for name, values in columns.items()} for i in range(len(columns["status"]))]
     table = pd.DataFrame(records).reindex(columns=["layer", "head", *METRICS, "status"])
-    table = table.astype({name: "float32" for name in METRICS} | {"layer": "Int16", "head": "Int16"})
-    table[list(METRICS)] = table[list(METRICS)].replace([math.inf, -math.inf], math.nan)
+    values = table[list(METRICS)].to_numpy(dtype=np.float32)
+    table[list(METRICS)] = np.where(np.isfinite(values), values, np.nan).astype(np.float32)
+    table = table.astype({"layer": "Int16", "head": "Int16"})
     for place, (name, value) in enumerate(dict(cell=cell, step=step, epoch=float(epoch), tokens=tokens).items()): table.insert(place, name, value)
     return table
 
