@@ -92,3 +92,11 @@ def test_the_paper_says_what_is_missing(tmp_path):
         papermill.execute_notebook(ROOT / "paper" / "paper.ipynb", tmp_path / "paper.ipynb", cwd=ROOT / "paper", progress_bar=False,
                                    parameters=dict(results=str(tmp_path), out=str(tmp_path)))
     assert not (tmp_path / "tables").exists()
+
+
+def test_the_readme_shows_the_committed_table_and_figure():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme.split("<!-- ours against published: begin -->")[1].split("<!-- ours against published: end -->")[0].strip()
+    scale = re.search(r"Scale: (\w+)\.", shown)[1]
+    assert shown == (ROOT / "paper/tables" / scale / "ours_against_published.md").read_text(encoding="utf-8").strip()
+    for figure in re.findall(r"!\[.*?\]\((.*?)\)", readme): assert (ROOT / figure).is_file(), figure
