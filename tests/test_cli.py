@@ -10,9 +10,12 @@ from qk_geometry.grid import Grid
 
 
 def test_help_is_quick_and_has_an_example_for_every_command():
-    start = time.perf_counter()
-    answer = qk("--help")
-    assert time.perf_counter() - start < 3 and answer.returncode == 0
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        answer = qk("--help")
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 2 and answer.returncode == 0
     assert EXAMPLES and all(e in answer.stdout for e in EXAMPLES)
     for example in EXAMPLES:
         words = [w for w in example.split()[1:3 if example.startswith("qk grid") else 2]]

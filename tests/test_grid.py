@@ -99,7 +99,7 @@ def test_a_sentinel_of_another_cell_or_a_damaged_file_is_not_done(tmp_path):
 def test_two_runners_share_one_folder(tmp_path):
     path = make_grid(tmp_path, GRID.replace("pause = 0.0", "pause = 1.0").replace("[0.1, 0.2]", "[0.1]").replace("[7, 37]", "[7, 37, 42]"))
     runners = [Runner("grid", "run", path) for _ in range(2)]
-    assert [r.process.wait(120) for r in runners] == [0, 0], [r.process.stderr.read() for r in runners]
+    assert [r.process.wait(300) for r in runners] == [0, 0], [r.process.stderr.read() for r in runners]
     grid = Grid.load(path)
     assert [c.file("starts").read_text() for c in grid.cells()] == ["start\n"] * 3
-    assert (collect(grid)["status"] == "ok").all() and wait_for(lambda: not any(r.processes() for r in runners), 15)
+    assert (collect(grid)["status"] == "ok").all() and wait_for(lambda: not any(r.processes() for r in runners))

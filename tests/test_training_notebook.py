@@ -36,7 +36,7 @@ def test_killed_in_training_and_resumed(tmp_path):
     runner = Runner("grid", "run", path, "--results", grid.results)
     assert wait_for(cell.file("checkpoint.safetensors").exists), runner.process.stderr.read()
     os.killpg(runner.process.pid, signal.SIGKILL)
-    assert runner.process.wait(10) == -signal.SIGKILL and runner.gone() and not is_done(cell)
+    assert runner.process.wait(60) == -signal.SIGKILL and runner.gone() and not is_done(cell)
     answer = qk("grid", "run", path, "--results", grid.results)
     assert answer.returncode == 0, answer.stderr
     whole = train(TrainConfig(**cell.parameters), progress=False, cell=cell.id)

@@ -59,7 +59,7 @@ def make_grid(root, text=GRID):
 def qk(*args, **kwargs):
     "`qk` in a process of its own, to its end."
     command = [sys.executable, "-c", "from qk_geometry.cli import main; main()", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
 
 
 class Runner:
@@ -80,12 +80,12 @@ class Runner:
             except psutil.Error: continue
         return found
 
-    def gone(self, seconds=15):
+    def gone(self, seconds=30):
         "Whether every process has ended within the given time."
         return wait_for(lambda: not self.processes(), seconds)
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=120):
     "Poll until a condition holds; False when it does not in time."
     end = time.monotonic() + seconds
     while time.monotonic() < end:
