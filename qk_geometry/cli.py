@@ -90,7 +90,7 @@ def show_status(grid, only):
     counts = lines["status"].value_counts()
     typer.echo(f"{len(lines)} cells: " + ", ".join(f"{counts.get(s, 0)} {s}" for s in ("ok", "running", "failed", "missing")))
 
-# %% ../nbs/54_cli.ipynb #8113cf1a
+# %% ../nbs/54_cli.ipynb #07b133b2
 @command(grid_app, "qk grid collect grids/smoke/characters.toml")
 def collect(grid: GridFile, data: Data = None, results: Results = None,
             force: Annotated[bool, typer.Option("--force", help="Replace a stored table even where cells would be lost.")] = False):
@@ -102,18 +102,18 @@ def show_collected(grid, force=False):
     "Collect and say what the table holds."
     from qk_geometry.grid import collect
     ok = (collect(grid, force)["status"] == "ok")
-    typer.echo(f"{ok.sum()} of {len(ok)} cells in {grid.results / 'rows.parquet'}, all {len(ok)} listed in cells.csv")
+    typer.echo(f"{ok.sum()} of {len(ok)} cells in {os.path.relpath(grid.results / 'rows.parquet')}, all {len(ok)} listed in cells.csv")
 
-# %% ../nbs/54_cli.ipynb #6128bbfa
+# %% ../nbs/54_cli.ipynb #a94d312b
 @command(app, "qk paper --scale smoke")
 def paper(scale: Annotated[str, typer.Option(help="Which results to read: the folder's name below results/.")] = "smoke",
           notebook: Annotated[Path, typer.Option(help="The notebook of the paper.")] = Path("paper/paper.ipynb")):
     "Build the figures, the tables and the page of the paper from stored rows."
     if not notebook.is_file(): raise FileNotFoundError(f"no {notebook} here: go to the folder of the checkout, or name it with --notebook")
-    page = build_paper(notebook, scale)
+    page = Path(os.path.relpath(build_paper(notebook, scale)))
     typer.echo(f"Open {page} in a browser. Figures lie in {page.parent / 'figures'}, tables in {page.parent / 'tables'}.")
 
-# %% ../nbs/54_cli.ipynb #4ac5a7dc
+# %% ../nbs/54_cli.ipynb #2a92f11f
 def build_paper(
     notebook, # Path of a notebook with a parameter `scale`
     scale, # name of a folder below results/
@@ -127,7 +127,8 @@ def build_paper(
     notebook = Path(notebook).resolve()
     if "scale" not in notebook_parameters(notebook): raise ValueError(f"{notebook} has no parameter 'scale'")
     with tempfile.TemporaryDirectory() as folder:
-        try: done = papermill.execute_notebook(notebook, f"{folder}/paper.ipynb", {"scale": scale}, cwd=notebook.parent, start_timeout=300)
+        try: done = papermill.execute_notebook(notebook, f"{folder}/paper.ipynb", {"scale": scale}, cwd=notebook.parent,
+                                                progress_bar=sys.stderr.isatty(), start_timeout=300)
         except Exception as error: raise RuntimeError(f"{notebook.name}: {real_error(error)}") from error
     exporter = HTMLExporter(exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True)
     return write_atomic(notebook.with_suffix(".html"), exporter.from_notebook_node(done)[0])
