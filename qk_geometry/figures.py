@@ -193,7 +193,7 @@ def _scatter(ax, slopes, x, y):
         ax.scatter(part[x], part[y], s=16, marker=marker, facecolors=face, edgecolors=colour, linewidths=0.9, label=init.replace("_", " "))
     for line in (ax.axhline, ax.axvline): line(0, color=NEUTRAL, linewidth=0.4, linestyle=":", zorder=0)
 
-# %% ../nbs/52_figures.ipynb #990632d5
+# %% ../nbs/52_figures.ipynb #0bca75bf
 DELTAS = {"val_loss": "a  loss (nats)", "attention_entropy": "b  entropy (nats)", "logit_std": "c  logit std", "logit_erank_sv": f"d  {ERANK}"}
 
 def figure_4(
@@ -202,7 +202,7 @@ def figure_4(
 ): # figure
     "Paired differences of every arm to the baseline, with 95 % intervals; colour is confidence."
     table = paired_deltas(rows, cells, list(DELTAS))
-    arms, colours = list(dict.fromkeys(table["intervention"])), mpl.cm.ScalarMappable(mpl.colors.Normalize(0.5, 1), "viridis_r")
+    arms, colours = list(dict.fromkeys(table["intervention"])), mpl.cm.ScalarMappable(mpl.colors.Normalize(0.5, 1), "viridis")
     with house_style():
         fig, axes = panels(1, len(DELTAS), height=0.9 + 0.19 * len(arms), sharey=True)
         for ax, (metric, title) in zip(axes[0], DELTAS.items()):
@@ -215,7 +215,7 @@ def figure_4(
         fig.colorbar(colours, ax=axes, aspect=30, pad=0.01, label="confidence")
     return fig
 
-# %% ../nbs/52_figures.ipynb #4d3e7d64
+# %% ../nbs/52_figures.ipynb #e0de49ea
 def figure_causes(
     rows, # DataFrame of rows
     cells, # DataFrame with an `intervention` column
@@ -227,8 +227,8 @@ def figure_causes(
         fig, axes = panels(1, 2, height=2.9, sharey=True)
         for ax, f in zip(axes[0], follows.itertuples()):
             for letter, (arm, part) in zip("abcdefghijklmnopqrstuvwxyz", final.groupby("intervention", sort=False)):
-                ax.plot(part[f.metric], part["attention_entropy"], ".", ms=2.5, color=colour(arm), alpha=0.5)
-                ax.plot(part[f.metric].mean(), part["attention_entropy"].mean(), marker=f"$\\mathrm{{{letter}}}$", ms=6, mew=0.3, lw=0, color=colour(arm), label=arm.replace("_", " "))
+                ax.plot(part[f.metric], part["attention_entropy"], ".", ms=2.5, color=colour(arm), alpha=0.6, label=f"{letter}  {arm.replace('_', ' ')}")
+                ax.annotate(letter, part[[f.metric, "attention_entropy"]].mean(), color=colour(arm), ha="center", va="center", fontsize=9, weight="bold")
             name = {"logit_erank_sv": ERANK, "logit_std": "logit std"}
             ax.set(xlabel=name[f.metric], title=f"r = {f.r:.2f}, with {name[f.given]} held fixed {f.partial_r:.2f}".replace("-", "\u2212"))
         axes[0, 0].set_ylabel("attention entropy (nats)")
