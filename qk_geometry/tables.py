@@ -215,7 +215,7 @@ def table_invariants(
     caption = f"Slope per epoch of quantities that a change of factorisation leaves alone (all but the last): mean and 95 % interval over traces. Scale: {scale}." + (" This is a pipeline check." if scale == "smoke" else "")
     return Table("invariants", caption, {"column": "l", "what": "p{5cm}", "mean": "r", "95 % interval": "r", "traces": "r"}, lines)
 
-# %% ../nbs/53_tables.ipynb #b3fa46f9
+# %% ../nbs/53_tables.ipynb #fc262fd1
 _open = [
     ("covariance behind \"participation ratio\"", "centred, of activations", "`q_pr_cov`; also raw, corrected, weights"),
     ("level of a spectral quantity", "layer (heads side by side)", "layer and head rows"),
@@ -228,10 +228,14 @@ _open = [
     ("block", "pre-LN, GELU MLP of four times the width, learned positions, tied head, no bias in the attention projections, no dropout", "`TrainConfig`"),
     ("optimiser", "AdamW (0.9, 0.95), decay 0.1 on matrices, clip 1.0, linear warmup, cosine to 10 %", "`TrainConfig`"),
     ("width, heads, context, batch, steps", "one set per scale", "`grids/`"),
-    ("rank kept by K contract", "an eighth of the width (32 of 256)", "`rank_fraction`"),
-    ("frozen", "reset after every optimiser step", "`mode`; also no gradient"),
-    ("rotation of K decouple", "on the head coordinates", "`side`; also the input"),
-    ("penalty of QK align", "mean squared difference", "`align`"),
+    ("matrix whose spectrum is steered", "that of a layer, heads side by side", "`matrix` in 30a_surgery"),
+    ("rank kept by K contract", "an eighth of the width (32 of 256)", "`intervention_rank_fraction`"),
+    ("steps of a surgery", "multiples of 100, from the end of the first epoch on; a snapshot on such a step is taken after it", "`intervention_every`, `intervention_from_epoch`"),
+    ("optimiser's memory of a changed matrix", "kept", "`intervention_optimizer_state`; also reset"),
+    ("frozen", "put back after every optimiser step", "`intervention_mode`; also no gradient"),
+    ("rotation of K decouple", "on the head coordinates of each head", "`intervention_side`; also the input"),
+    ("penalty of QK align", "mean squared difference, summed over layers", "`intervention_strength`"),
+    ("start of the steered runs", "independent; decouple copies $W_Q$ to $W_K$ itself", "`init`"),
 ]
 
 def table_open(): # Table

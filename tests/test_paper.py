@@ -6,11 +6,15 @@ from pathlib import Path
 
 import nbformat
 import numpy as np
+import pandas as pd
 import papermill
 import pytest
 
+from qk_geometry.arms import RULES, intervention_tables
+from qk_geometry.causes import read_receipts
 from qk_geometry.columns import write_rows
-from qk_geometry.example import example_grid
+from qk_geometry.example import example_grid, example_interventions
+from qk_geometry.interventions import INTERVENTIONS
 from qk_geometry.stats import read_results
 from qk_geometry.tables import paper_tables
 from qk_geometry.typeset import save_table, to_markdown
@@ -20,14 +24,27 @@ SCALES = sorted(p.parent.parent.name for p in (ROOT / "results").glob("*/charact
 committed = pytest.mark.parametrize("scale", SCALES or [pytest.param("", marks=pytest.mark.skip(reason="no committed rows in results/*/characters"))])
 
 
+def tables_of(scale):
+    "All tables of the committed results of a scale."
+    folder, published = ROOT / "results" / scale, ROOT / "paper" / "published.toml"
+    tables = paper_tables(*read_results(folder / "characters"), published, scale)
+    steered = folder / "interventions"
+    return tables + (intervention_tables(*read_results(steered), read_receipts(steered), published, scale) if steered.is_dir() else [])
+
+
+def bytes_of(tables, folder):
+    "Tables as file name -> bytes."
+    return {p.name: p.read_bytes() for t in tables for p in save_table(t, folder)}
+
+
 def written(rows, cells, scale, folder):
     "All tables of these rows as file name -> bytes."
-    return {p.name: p.read_bytes() for t in paper_tables(rows, cells, ROOT / "paper" / "published.toml", scale) for p in save_table(t, folder)}
+    return bytes_of(paper_tables(rows, cells, ROOT / "paper" / "published.toml", scale), folder)
 
 
 @committed
 def test_committed_tables_are_those_of_the_committed_rows(scale, tmp_path):
-    made = written(*read_results(ROOT / "results" / scale / "characters"), scale, tmp_path)
+    made = bytes_of(tables_of(scale), tmp_path)
     stored = {p.name: p.read_bytes() for p in (ROOT / "paper" / "tables" / scale).iterdir()}
     assert sorted(made) == sorted(stored)
     assert [name for name in made if made[name] != stored[name]] == []
@@ -36,14 +53,15 @@ def test_committed_tables_are_those_of_the_committed_rows(scale, tmp_path):
 @committed
 def test_committed_figures_are_there_in_both_formats(scale):
     names = {p.name for p in (ROOT / "paper" / "figures" / scale).iterdir()}
-    assert names == {f"{name}.{kind}" for name in ("figure1", "figure2", "figure3", "multiverse") for kind in ("pdf", "png")}
+    drawn = ("figure1", "figure2", "figure3", "multiverse", *(("figure4", "causes") if (ROOT / "results" / scale / "interventions").is_dir() else ()))
+    assert names == {f"{name}.{kind}" for name in drawn for kind in ("pdf", "png")}
 
 
 @pytest.mark.skipif("smoke" not in SCALES, reason="no committed rows in results/smoke/characters")
 def test_the_committed_paper_shows_the_committed_tables():
     cells = nbformat.read(ROOT / "paper" / "paper.ipynb", 4).cells
     shown = [o["data"].get("text/markdown", "") for c in cells for o in c.get("outputs", []) if "data" in o]
-    tables = paper_tables(*read_results(ROOT / "results" / "smoke" / "characters"), ROOT / "paper" / "published.toml", "smoke")
+    tables = tables_of("smoke")
     wanted = set(re.findall(r'^show\("(\w+)"\)', "\n".join(c.source for c in cells), re.M))
     assert len(wanted) >= 8 and wanted <= {t.name for t in tables}
     assert [t.name for t in tables if t.name in wanted and to_markdown(t) not in shown] == []
@@ -60,23 +78,30 @@ def test_an_altered_row_changes_the_tables_that_rest_on_it(metric, tables, tmp_p
 
 
 def test_torch_is_not_loaded():
-    modules = ", ".join(f"qk_geometry.{m}" for m in ("data", "columns", "example", "stats", "figures", "typeset", "tables"))
+    modules = ", ".join(f"qk_geometry.{m}" for m in ("data", "columns", "example", "stats", "causes", "figures", "typeset", "tables", "arms"))
     assert subprocess.run([sys.executable, "-c", f"import sys, {modules}; sys.exit('torch' in sys.modules)"], cwd=ROOT).returncode == 0
 
 
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory):
-    "A results folder with made-up rows under two scales."
+    "A results folder with made-up rows under three scales; the middle one has no interventions."
     folder = tmp_path_factory.mktemp("results")
     rows, cells, _ = example_grid()
-    for scale in ("smoke", "cpu"):
+    for scale in ("smoke", "cpu", "paper"):
         write_rows(rows, folder / scale / "characters" / "rows.parquet")
         run = dict(d_model=32, n_ctx=32, n_params=1000, seconds=1.5, tokens_per_second=2000, version="0")
         cells.assign(**run).to_csv(folder / scale / "characters" / "cells.csv", index=False)
+    rows, cells, _ = example_interventions()
+    for scale in ("smoke", "paper"):
+        write_rows(rows, folder / scale / "interventions" / "rows.parquet")
+        cells.to_csv(folder / scale / "interventions" / "cells.csv", index=False)
+        receipt = dict(cell="k_clamp-7", intervention="k_clamp", layer=0, weight="W_K", applications=1, change=1.0, optimizer_state="kept", scale=np.nan)
+        spectra = dict.fromkeys(("frobenius_before", "frobenius_after", "erank_sv_before", "erank_sv_after"), 8.0)
+        pd.DataFrame([receipt | spectra]).to_parquet(folder / scale / "interventions" / "receipts.parquet")
     return folder
 
 
-@pytest.mark.parametrize("scale", ["smoke", "cpu"])
+@pytest.mark.parametrize("scale", ["smoke", "cpu", "paper"])
 def test_the_paper_runs_and_only_smoke_is_a_pipeline_check(scale, made_up, tmp_path):
     papermill.execute_notebook(ROOT / "paper" / "paper.ipynb", tmp_path / "paper.ipynb", cwd=ROOT / "paper", progress_bar=False,
                                parameters=dict(scale=scale, results=str(made_up), out=str(tmp_path)))
@@ -84,6 +109,8 @@ def test_the_paper_runs_and_only_smoke_is_a_pipeline_check(scale, made_up, tmp_p
     assert ("pipeline check" in outputs) == (scale == "smoke")
     assert ("published spread" in outputs) == (scale != "smoke")
     assert {p.suffix for p in (tmp_path / "figures" / scale).iterdir()} == {".pdf", ".png"}
+    assert ("No interventions have been run at this scale" in outputs) == (scale == "cpu") == (not (tmp_path / "tables" / scale / "table5.md").exists())
+    assert ("4 of 4, 4 of 4 with a clear interval" in outputs) == (scale == "paper")
     assert "pipeline check" in (tmp_path / "tables" / scale / "table4.md").read_text() or scale != "smoke"
 
 
@@ -100,3 +127,18 @@ def test_the_readme_shows_the_committed_table_and_figure():
     scale = re.search(r"Scale: (\w+)\.", shown)[1]
     assert shown == (ROOT / "paper/tables" / scale / "ours_against_published.md").read_text(encoding="utf-8").strip()
     for figure in re.findall(r"!\[.*?\]\((.*?)\)", readme): assert (ROOT / figure).is_file(), figure
+
+
+def test_every_arm_has_a_rule_and_the_other_way_round():
+    assert list(RULES) == list(INTERVENTIONS)
+
+
+def test_what_an_arm_did_shows_in_the_tables_of_arms_alone(tmp_path):
+    rows, cells, _ = example_interventions()
+    receipts = read_receipts(ROOT / "results" / "smoke" / "interventions")
+    def made(rows, receipts): return bytes_of(intervention_tables(rows, cells, receipts, ROOT / "paper" / "published.toml", "cpu"), tmp_path)
+    before = made(rows, receipts)
+    last = (rows["step"] == 2000) & (rows["cell"] == "freeze_k-42")
+    altered = made(rows.assign(attention_entropy=rows["attention_entropy"].where(~last, 1.0)), receipts)
+    assert {Path(n).stem for n in before if before[n] != altered[n]} == {"table5", "table5_deltas", "causes"}
+    assert {Path(n).stem for n in before if before[n] != made(rows, receipts.assign(change=1.0))[n]} == {"receipts"}
