@@ -111,12 +111,11 @@ def principal_angles(
     angles = torch.rad2deg(torch.linalg.svdvals(U_Q.mT @ U_K).clamp(max=1.0).acos())
     return torch.where(bad[..., None], math.nan, angles)
 
-# %% ../nbs/20_metrics.ipynb #63145baa
+# %% ../nbs/20_metrics.ipynb #3e8cb998
 def gram_imbalance(
-    W_Q, # [... d_model d]
-    W_K, # [... d_model d]
+    G_Q, # [... d d] W_Q^T W_Q
+    G_K, # [... d d] W_K^T W_K
 ): # [...] 0 to 2
     "Distance of the two Gram matrices over their mean norm."
-    G_Q, G_K = (W.mT @ W for W in (upcast(W_Q), upcast(W_K)))
-    size = lambda G: torch.linalg.matrix_norm(G)
-    return size(G_Q - G_K) / (0.5 * (size(G_Q) + size(G_K)))
+    size = lambda G: torch.linalg.matrix_norm(upcast(G))
+    return size(upcast(G_Q) - upcast(G_K)) / (0.5 * (size(G_Q) + size(G_K)))

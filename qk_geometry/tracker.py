@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['undisturbed', 'capture', 'layer_moments', 'activation_metrics', 'weight_metrics', 'joint_metrics', 'measure', 'rows',
-           'Tracker']
+           'one_thread_each', 'Tracker']
 
-# %% ../nbs/21_tracker.ipynb #6ea68bcd
+# %% ../nbs/21_tracker.ipynb #416b4db3
 import contextlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pandas as pd
@@ -17,9 +18,9 @@ import torch
 from .attention import split_heads
 from .columns import METRICS
 from .metrics import alignment, attention_statistics, gram_imbalance, principal_angles
-from .spectra import (SequenceMoments, bootstrap_participation_ratio, corrected_participation_ratio, covariance_participation_ratio, effective_rank,
+from .spectra import (SequenceMoments, bootstrap_participation_ratio, corrected_participation_ratio, covariance_participation_ratio, effective_rank, gram,
                                  eigenvalue_statistics, eigenvalues, group_heads, logit_singular_values, non_finite, participation_ratio, product_singular_values,
-                                 qk_singular_values, singular_values, stable_rank, upcast)
+                                 singular_values, stable_rank, upcast)
 
 # %% ../nbs/21_tracker.ipynb #9c1f346c
 @contextlib.contextmanager
@@ -89,22 +90,27 @@ def _product(sigma):
 
 def _named(prefix, values): return {f"{prefix}_{name}": value for name, value in values.items()}
 
-# %% ../nbs/21_tracker.ipynb #ad9b8410
+# %% ../nbs/21_tracker.ipynb #9e76d9cf
 def weight_metrics(
     W_Q, # [n_heads d_model d_head]
-    W_K, # [n_kv_heads d_model d_head]
+    W_K, # [n_heads d_model d_head]
 ): # two dicts, layer level and head level
     "Spectra of both projections and of their product, and how alike the two are."
+    H, wide = len(W_Q), lambda W: W.transpose(0, 1).flatten(-2)             # [d_model n_heads * d_head]
     W_Q, W_K = upcast(W_Q), upcast(W_K)
-    wide = lambda W: W.transpose(0, 1).flatten(-2)                          # [d_model n_heads * d_head]
-    K = group_heads(W_K, len(W_Q))
-    product = {"layer": product_singular_values(wide(W_Q), wide(K), nan_ok=True), "head": qk_singular_values(W_Q, W_K, nan_ok=True)}
-    layer, head = ({**_named("W_Q", _weight(singular_values(a, nan_ok=True))), **_named("W_K", _weight(singular_values(b, nan_ok=True))),
-                    **alignment(c, d), "gram_imbalance": gram_imbalance(c, d)}
-                   for a, b, c, d in ((wide(W_Q), wide(W_K), wide(W_Q), wide(K)), (W_Q, K, W_Q, K)))
-    for values, sigma in ((layer, product["layer"]), (head, product["head"])): values |= _named("qk", _product(sigma)) | {"qk_spectral": sigma[..., 0]}
-    angles = principal_angles(W_Q, K, nan_ok=True)
+    Q, K = wide(W_Q), wide(W_K)
+    G_Q, G_K = gram(Q), gram(K)
+    layer = _weights(Q, K, G_Q, G_K) | _named("qk", _product(sigma := product_singular_values(Q, K, nan_ok=True))) | {"qk_spectral": sigma[..., 0]}
+    G_Q, G_K = (G.unflatten(-1, (H, -1)).unflatten(0, (H, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0) for G in (G_Q, G_K))     # blocks of the heads
+    sigma = product_singular_values(W_Q, W_K, nan_ok=True, gram_a=G_Q, gram_b=G_K)
+    head = _weights(W_Q, W_K, G_Q, G_K) | _named("qk", _product(sigma)) | {"qk_spectral": sigma[..., 0]}
+    angles = principal_angles(W_Q, W_K, nan_ok=True)
     return layer, head | {"principal_angle_min": angles[..., 0], "principal_angle_mean": angles.mean(-1)}
+
+def _weights(W_Q, W_K, G_Q, G_K):
+    "Both projections and their alignment, from the matrices and their Gram matrices."
+    spectra = (_named(name, _weight(singular_values(W, nan_ok=True, known=G))) for name, W, G in (("W_Q", W_Q, G_Q), ("W_K", W_K, G_K)))
+    return {name: value for part in spectra for name, value in part.items()} | alignment(W_Q, W_K) | {"gram_imbalance": gram_imbalance(G_Q, G_K)}
 
 # %% ../nbs/21_tracker.ipynb #445019c2
 def joint_metrics(
@@ -141,7 +147,7 @@ def _reasons(tensors, n_tokens):
     every = list(dict.fromkeys(reason for reasons in heads for reason in reasons))
     return ["; ".join(reasons) or "ok" for reasons in heads], "; ".join(every) or "ok"
 
-# %% ../nbs/21_tracker.ipynb #7237572c
+# %% ../nbs/21_tracker.ipynb #611697ad
 def measure(
     q, # [batch n_heads pos d_head]
     k, # [batch n_kv_heads pos d_head]
@@ -151,16 +157,15 @@ def measure(
 ): # two dicts of column name -> value, layer level and head level, each with its `status`
     "All metrics of one layer."
     H, n_tokens, k = q.shape[1], q.shape[0] * q.shape[2], group_heads(k, q.shape[1])
+    W_K = group_heads(W_K, H)                                               # from here on every query head has a key head
     of_q, of_k = layer_moments(q), layer_moments(k)
     parts = [weight_metrics(W_Q, W_K), joint_metrics(q, k, of_q, of_k)]
     for x, moments, name in ((q, of_q, "q"), (k, of_k, "k")): parts.append(tuple(_named(name, level) for level in activation_metrics(x, moments, n_boot)))
     layer, head = ({name: value for part in parts for name, value in part[level].items()} for level in (0, 1))
-    head_status, layer_status = _reasons({"q": q.transpose(0, 1), "k": k.transpose(0, 1), "W_Q": W_Q, "W_K": group_heads(W_K, H)}, n_tokens)
+    head_status, layer_status = _reasons({"q": q.transpose(0, 1), "k": k.transpose(0, 1), "W_Q": W_Q, "W_K": W_K}, n_tokens)
     return layer | {"n_tokens": n_tokens, "status": layer_status}, head | {"n_tokens": [n_tokens] * H, "status": head_status}
 
-# %% ../nbs/21_tracker.ipynb #feaf3205
-def _plain(value): return value.tolist() if isinstance(value, torch.Tensor) else value
-
+# %% ../nbs/21_tracker.ipynb #f379920c
 def rows(
     layers, # list of (layer dict, head dict) from `measure`
     step, # optimizer steps taken
@@ -171,19 +176,40 @@ def rows(
     numbers=None, # layer numbers; 0, 1, 2, ... when None
 ): # DataFrame, one row for the model and one per layer and head
     "Measurements as rows; what is missing or not finite is null."
-    records = [{"layer": None, "head": None, "status": "ok"} | (model or {})]
+    blocks, model = [], {"status": "ok"} | (model or {})                    # a block: layer, head numbers, status, metrics as columns
+    blocks.append((None, [None], [model["status"]], model))
     for number, (layer, head) in zip(numbers or range(len(layers)), layers):
-        records.append({"layer": number, "head": None} | {name: _plain(value) for name, value in layer.items()})
-        columns = {name: _plain(value) for name, value in head.items()}
-        records += [{"layer": number, "head": i} | {name: values[i] for name, values in columns.items()} for i in range(len(columns["status"]))]
-    table = pd.DataFrame(records).reindex(columns=["layer", "head", *METRICS, "status"])
-    values = table[list(METRICS)].to_numpy(dtype=np.float32)
-    table[list(METRICS)] = np.where(np.isfinite(values), values, np.nan).astype(np.float32)
-    table = table.astype({"layer": "Int16", "head": "Int16"})
-    for place, (name, value) in enumerate(dict(cell=cell, step=step, epoch=float(epoch), tokens=tokens).items()): table.insert(place, name, value)
-    return table
+        blocks += [(number, [None], [layer["status"]], layer), (number, range(len(head["status"])), head["status"], head)]
+    values = np.concatenate([_columns(metrics, len(heads)) for _, heads, _, metrics in blocks])
+    table = pd.DataFrame(np.where(np.isfinite(values), values, np.nan).astype(np.float32), columns=list(METRICS))
+    keys = {"cell": cell, "step": step, "epoch": float(epoch), "tokens": tokens, "layer": pd.array([n for n, heads, _, _ in blocks for _ in heads], "Int16"),
+            "head": pd.array([h for _, heads, _, _ in blocks for h in heads], "Int16")}
+    keys = pd.DataFrame(keys, index=table.index)
+    return pd.concat([keys, table, pd.Series([s for _, _, status, _ in blocks for s in status], name="status")], axis=1)
 
-# %% ../nbs/21_tracker.ipynb #d60cd4f0
+def _columns(metrics, n):
+    "[n n_metrics] values in the order of METRICS; NaN where a metric is absent."
+    out = np.full((n, len(METRICS)), np.nan)
+    for place, name in enumerate(METRICS):
+        if name in metrics: out[:, place] = np.asarray(metrics[name])
+    return out
+
+# %% ../nbs/21_tracker.ipynb #bfca58f4
+def one_thread_each(
+    f, # function
+    *arguments # lists of equal length
+): # list of results
+    "Map `f` over the lists without gradients, on as many threads as torch has, each operation on one."
+    workers = torch.get_num_threads()
+    def call(*args):
+        with torch.no_grad(): return f(*args)
+    torch.set_num_threads(1)
+    try:
+        if workers == 1: return list(map(call, *arguments))
+        with ThreadPoolExecutor(workers) as pool: return list(pool.map(call, *arguments))
+    finally: torch.set_num_threads(workers)
+
+# %% ../nbs/21_tracker.ipynb #47ea780d
 class Tracker:
     "Snapshots of a model on one fixed probe batch."
     def __init__(self,
@@ -206,6 +232,6 @@ class Tracker:
                 ): # DataFrame, see `rows`
         "Measure every layer and head now; the model is left as it was."
         caught = capture(self.model, self.probe_batch, self.taps)
-        with torch.no_grad(): layers = [measure(q, k, tap.W_Q.heads, tap.W_K.heads, self.n_boot) for tap, (q, k) in zip(self.taps, caught)]
+        layers = one_thread_each(lambda tap, qk: measure(*qk, tap.W_Q.heads, tap.W_K.heads, self.n_boot), self.taps, caught)
         layers = [(a | (layer[i] if layer else {}), b) for i, (a, b) in enumerate(layers)]
         return rows(layers, step, model=model, numbers=[tap.layer for tap in self.taps], **keys)
