@@ -140,5 +140,5 @@ def test_what_an_arm_did_shows_in_the_tables_of_arms_alone(tmp_path):
     before = made(rows, receipts)
     last = (rows["step"] == 2000) & (rows["cell"] == "freeze_k-42")
     altered = made(rows.assign(attention_entropy=rows["attention_entropy"].where(~last, 1.0)), receipts)
-    assert {Path(n).stem for n in before if before[n] != altered[n]} == {"table5", "table5_deltas", "causes"}
+    assert {Path(n).stem for n in before if before[n] != altered[n]} == {"table5", "table5_deltas", "directions", "causes"}
     assert {Path(n).stem for n in before if before[n] != made(rows, receipts.assign(change=1.0))[n]} == {"receipts"}
