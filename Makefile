@@ -2,11 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NOTEBOOKS := $(wildcard nbs/*.ipynb nbs/runs/*.ipynb)
+NOTEBOOKS := $(filter-out nbs/70_benchmarks.ipynb, $(wildcard nbs/*.ipynb nbs/runs/*.ipynb))
 # Two notebooks run at a time; each taking every core would make both several times slower.
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
-.PHONY: help paper test notebooks clean
+.PHONY: help paper test notebooks bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -25,6 +25,10 @@ notebooks: $(VENV)/dev.stamp ## export the package, run the notebooks and keep t
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace $(NOTEBOOKS)
 	$(BIN)/jupyter nbconvert --to notebook --inplace --CoalesceStreamsPreprocessor.enabled=True $(NOTEBOOKS)
 	$(BIN)/nbdev_clean
+
+bench: $(VENV)/dev.stamp $(VENV)/bench.stamp ## measure the instruments beside their peers, on all cores of an idle machine
+	env -u OMP_NUM_THREADS $(BIN)/jupyter nbconvert --to notebook --execute --inplace nbs/70_benchmarks.ipynb
+	$(BIN)/nbdev_clean --fname nbs/70_benchmarks.ipynb
 
 clean: ## remove what can be made again; results and the work of grid cells stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis paper/paper.html
