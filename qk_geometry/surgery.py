@@ -44,14 +44,15 @@ def contract(
     squeezed = torch.cat([sigma[:rank], tail * sigma[rank:]])
     return U * (squeezed * sigma.norm() / squeezed.norm().clamp(min=1e-300)) @ Vh
 
-# %% ../nbs/30a_surgery.ipynb #330e474f
+# %% ../nbs/30a_surgery.ipynb #e8be7ad2
 def shrink_random(
     W, # [m n] float64
     rank, # of the contraction that is matched
     tail, # of the contraction that is matched
     generator, # numpy Generator
 ): # [m n] float64, of the same Frobenius norm
-    "Shrink random directions of key space until W has moved as far as `contract` would move it."
+    "Shrink random directions of key space until W has moved as far as `contract` would move it; zero stays zero."
+    if not W.any(): return W.clone()
     basis = torch.linalg.qr(torch.from_numpy(generator.standard_normal((W.shape[1],) * 2)).to(W)).Q
     turned, share = W @ basis, singular_values(W).square() / W.square().sum()
     top = share[:rank].sum()
@@ -107,13 +108,13 @@ def match_logits(
             for hook in hooks: hook.remove()
     return [done[tap.layer] for tap in taps]
 
-# %% ../nbs/30a_surgery.ipynb #d2b9a885
+# %% ../nbs/30a_surgery.ipynb #fb6a497f
 def rescale(
     tap, # Tap
     target, # logit standard deviation
     seen, # module -> (args, kwargs, output) of the forward pass that is under way
 ): # dict: scale, logit_std_before, logit_std_after
-    "Multiply W_K by the factor that reaches `target`, and correct the keys of this forward pass in place."
+    "Multiply W_K by the factor that reaches `target`, and correct the keys of this forward pass in place; the tap's modules return tensors."
     W, scale = matrix(tap.W_K), 1.0
     holders = [m for m in set(tap.modules) if any(p is tap.W_K.parameter for p in m.parameters())]
     for _ in range(10):
