@@ -308,7 +308,7 @@ def group_heads(
     if n_heads % n_kv: raise ValueError(f"{n_heads} query heads cannot share {n_kv} key heads evenly")
     return k if n_kv == n_heads else k.repeat_interleave(n_heads // n_kv, -3)
 
-# %% ../nbs/01_spectra.ipynb #e98c8640
+# %% ../nbs/01_spectra.ipynb #8e793916
 def qk_singular_values(
     W_Q, # [... n_heads d_model d_head]
     W_K, # [... n_kv_heads d_model d_head]
@@ -322,8 +322,7 @@ def logit_singular_values(
     q, # [... n_heads pos d_head]
     k, # [... n_kv_heads pos d_head]
     nan_ok=False, # a head with NaN gives NaN, instead of an error
-    **grams # gram_a, gram_b of q and k, where they are known already
 ): # [... n_heads min(d_head, pos)] float64, largest first; logit units
     "Singular values of the unmasked score matrix q k^T / sqrt(d_head), never formed; ValueError names a non-finite input."
     q = torch.as_tensor(q)
-    return product_singular_values(q, group_heads(torch.as_tensor(k), q.shape[-3]), nan_ok, **grams) / math.sqrt(q.shape[-1])
+    return product_singular_values(q, group_heads(torch.as_tensor(k), q.shape[-3]), nan_ok) / math.sqrt(q.shape[-1])

@@ -6,7 +6,7 @@
 __all__ = ['undisturbed', 'capture', 'layer_moments', 'activation_metrics', 'weight_metrics', 'joint_metrics', 'measure', 'rows',
            'one_thread_each', 'Tracker']
 
-# %% ../nbs/21_tracker.ipynb #416b4db3
+# %% ../nbs/21_tracker.ipynb #d91ceb8f
 import contextlib
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ from .attention import split_heads
 from .columns import METRICS
 from .metrics import alignment, attention_statistics, gram_imbalance, principal_angles
 from .spectra import (SequenceMoments, bootstrap_participation_ratio, corrected_participation_ratio, covariance_participation_ratio, effective_rank, gram,
-                                 eigenvalue_statistics, eigenvalues, group_heads, logit_singular_values, non_finite, participation_ratio, product_singular_values,
+                                 eigenvalue_statistics, eigenvalues, group_heads, non_finite, participation_ratio, product_singular_values,
                                  singular_values, stable_rank, upcast)
 
 # %% ../nbs/21_tracker.ipynb #9c1f346c
@@ -112,7 +112,7 @@ def _weights(W_Q, W_K, G_Q, G_K):
     spectra = (_named(name, _weight(singular_values(W, nan_ok=True, known=G))) for name, W, G in (("W_Q", W_Q, G_Q), ("W_K", W_K, G_K)))
     return {name: value for part in spectra for name, value in part.items()} | alignment(W_Q, W_K) | {"gram_imbalance": gram_imbalance(G_Q, G_K)}
 
-# %% ../nbs/21_tracker.ipynb #445019c2
+# %% ../nbs/21_tracker.ipynb #e7bf442c
 def joint_metrics(
     q, # [batch n_heads pos d_head]
     k, # [batch n_heads pos d_head]
@@ -122,7 +122,7 @@ def joint_metrics(
     "Score matrix, balanced spectrum and attention statistics."
     of_q, of_k = of_q.heads(q.shape[1]), of_k.heads(k.shape[1])
     raw_q, raw_k = of_q.raw_seconds, of_k.raw_seconds                       # [n_heads batch d_head d_head]
-    logits = logit_singular_values(q, k, nan_ok=True, gram_a=raw_q.transpose(0, 1), gram_b=raw_k.transpose(0, 1))
+    logits = product_singular_values(q, k, nan_ok=True, gram_a=raw_q.transpose(0, 1), gram_b=raw_k.transpose(0, 1)) / math.sqrt(q.shape[-1])
     head = {name: value.mean(0) for name, value in _named("logit", _product(logits)).items()}
     tokens = lambda x: x.transpose(0, 1).flatten(1, 2)                      # [n_heads batch * pos d_head]
     centred = tokens(k) - of_k.mean[:, None].to(k)
@@ -194,18 +194,18 @@ def _columns(metrics, n):
         if name in metrics: out[:, place] = np.asarray(metrics[name])
     return out
 
-# %% ../nbs/21_tracker.ipynb #bfca58f4
+# %% ../nbs/21_tracker.ipynb #c84b557c
 def one_thread_each(
     f, # function
     *arguments # lists of equal length
 ): # list of results
-    "Map `f` over the lists without gradients, on as many threads as torch has, each operation on one."
+    "Map `f` over the lists without gradients on as many Python threads as torch has, every operation on a single one."
     workers = torch.get_num_threads()
     def call(*args):
         with torch.no_grad(): return f(*args)
+    if workers == 1: return list(map(call, *arguments))
     torch.set_num_threads(1)
     try:
-        if workers == 1: return list(map(call, *arguments))
         with ThreadPoolExecutor(workers) as pool: return list(pool.map(call, *arguments))
     finally: torch.set_num_threads(workers)
 
