@@ -184,7 +184,7 @@ def corrected_participation_ratio(
     a2 = (n - 1) ** 2 / ((n - 2) * (n + 1)) * (square - trace ** 2 / (n - 1))
     return torch.where(a2 > 0, (trace ** 2 - 2 * a2 / (n - 1)) / a2, math.nan)
 
-# %% ../nbs/01_spectra.ipynb #a0c47b01
+# %% ../nbs/01_spectra.ipynb #eed83526
 @dataclass
 class SequenceMoments:
     "Moments of vectors, kept per sequence; leading dimensions (heads) run in parallel. Centred on the mean of all vectors."
@@ -210,6 +210,13 @@ class SequenceMoments:
         split = lambda x: x.unflatten(-1, (n_heads, -1))                    # [... n_heads d_head]
         blocks = self.seconds.unflatten(-1, (n_heads, -1)).unflatten(-3, (n_heads, -1)).diagonal(dim1=-4, dim2=-2)
         return SequenceMoments(split(self.mean), split(self.sums).movedim(-2, 0), blocks.movedim(-1, 0), self.n_pos)
+
+    def repeat(self,
+               times # query heads that share a key head
+              ): # SequenceMoments with as many heads more
+        "Each head several times in a row."
+        again = lambda x: x.repeat_interleave(times, 0) if times > 1 else x
+        return SequenceMoments(again(self.mean), again(self.sums), again(self.seconds), self.n_pos)
 
     @property
     def total(self): # Covariance

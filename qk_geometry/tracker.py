@@ -68,17 +68,19 @@ def layer_moments(
     "The one pass over activations; everything spectral comes from it."
     return SequenceMoments.of(x.transpose(1, 2).flatten(-2))
 
-# %% ../nbs/21_tracker.ipynb #cc6a0459
+# %% ../nbs/21_tracker.ipynb #935c89f8
 def activation_metrics(
-    x, # [batch n_heads pos d_head] queries or keys
+    x, # [batch n_heads pos d_head] queries, or keys that may be fewer
     moments, # their `layer_moments`
     n_boot=100, # bootstrap resamples of sequences
+    repeat=1, # query heads that share a key head
 ): # two dicts, layer level and head level
-    "Spectrum and size of the covariance of activations."
-    layer, head = _cloud(moments, n_boot), _cloud(moments.heads(x.shape[1]), n_boot)
+    "Spectrum and size of the covariance of activations; a shared key head counts once in the layer and once for each of its query heads."
+    layer, head = _cloud(moments, n_boot), _cloud(moments.heads(x.shape[1]).repeat(repeat), n_boot)
     square = x.float().square().sum(-1).double()                            # [batch n_heads pos]
     layer |= {"rms": (square.sum(1).mean() / moments.mean.numel()).sqrt(), "l2": square.sum(1).sqrt().mean()}
-    return layer, head | {"rms": (square.mean((0, 2)) / x.shape[-1]).sqrt(), "l2": square.sqrt().mean((0, 2))}
+    sizes = {"rms": (square.mean((0, 2)) / x.shape[-1]).sqrt(), "l2": square.sqrt().mean((0, 2))}
+    return layer, head | {name: value.repeat_interleave(repeat) for name, value in sizes.items()}
 
 # %% ../nbs/21_tracker.ipynb #9320b654
 def _weight(sigma):
@@ -90,37 +92,44 @@ def _product(sigma):
 
 def _named(prefix, values): return {f"{prefix}_{name}": value for name, value in values.items()}
 
-# %% ../nbs/21_tracker.ipynb #9e76d9cf
+# %% ../nbs/21_tracker.ipynb #2ecf657a
 def weight_metrics(
     W_Q, # [n_heads d_model d_head]
-    W_K, # [n_heads d_model d_head]
+    W_K, # [n_kv_heads d_model d_head]
 ): # two dicts, layer level and head level
     "Spectra of both projections and of their product, and how alike the two are."
-    H, wide = len(W_Q), lambda W: W.transpose(0, 1).flatten(-2)             # [d_model n_heads * d_head]
     W_Q, W_K = upcast(W_Q), upcast(W_K)
-    Q, K = wide(W_Q), wide(W_K)
+    H, wide = len(W_Q), lambda W: W.transpose(0, 1).flatten(-2)             # [d_model n_heads * d_head]
+    blocks = lambda G: G.unflatten(-1, (H, -1)).unflatten(0, (H, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0)     # of the heads
+    shared, each = len(W_K) < H, group_heads(W_K, H)                        # `each`: one key head for every query head
+    Q, K = wide(W_Q), wide(each)
     G_Q, G_K = gram(Q), gram(K)
-    layer = _weights(Q, K, G_Q, G_K) | _named("qk", _product(sigma := product_singular_values(Q, K, nan_ok=True))) | {"qk_spectral": sigma[..., 0]}
-    G_Q, G_K = (G.unflatten(-1, (H, -1)).unflatten(0, (H, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0) for G in (G_Q, G_K))     # blocks of the heads
-    sigma = product_singular_values(W_Q, W_K, nan_ok=True, gram_a=G_Q, gram_b=G_K)
-    head = _weights(W_Q, W_K, G_Q, G_K) | _named("qk", _product(sigma)) | {"qk_spectral": sigma[..., 0]}
-    angles = principal_angles(W_Q, W_K, nan_ok=True)
+    own = (wide(W_K), gram(wide(W_K))) if shared else (K, G_K)              # a shared key head counts once in the layer
+    layer = _spectra(Q, G_Q, *own) | _pair(Q, K, G_Q, G_K, product_singular_values(Q, K, nan_ok=True))
+    G_Q, G_K = blocks(G_Q), blocks(G_K)
+    head = _spectra(W_Q, G_Q, each, G_K) | _pair(W_Q, each, G_Q, G_K, product_singular_values(W_Q, each, nan_ok=True, gram_a=G_Q, gram_b=G_K))
+    angles = principal_angles(W_Q, each, nan_ok=True)
     return layer, head | {"principal_angle_min": angles[..., 0], "principal_angle_mean": angles.mean(-1)}
 
-def _weights(W_Q, W_K, G_Q, G_K):
-    "Both projections and their alignment, from the matrices and their Gram matrices."
-    spectra = (_named(name, _weight(singular_values(W, nan_ok=True, known=G))) for name, W, G in (("W_Q", W_Q, G_Q), ("W_K", W_K, G_K)))
-    return {name: value for part in spectra for name, value in part.items()} | alignment(W_Q, W_K) | {"gram_imbalance": gram_imbalance(G_Q, G_K)}
+# %% ../nbs/21_tracker.ipynb #29635455
+def _spectra(W_Q, G_Q, W_K, G_K):
+    "Each projection for itself, from the matrix and its Gram matrix."
+    named = (_named(name, _weight(singular_values(W, nan_ok=True, known=G))) for name, W, G in (("W_Q", W_Q, G_Q), ("W_K", W_K, G_K)))
+    return {name: value for part in named for name, value in part.items()}
 
-# %% ../nbs/21_tracker.ipynb #e7bf442c
+def _pair(W_Q, W_K, G_Q, G_K, sigma):
+    "The two together; `sigma` are the singular values of their product."
+    return alignment(W_Q, W_K) | {"gram_imbalance": gram_imbalance(G_Q, G_K), "qk_spectral": sigma[..., 0]} | _named("qk", _product(sigma))
+
+# %% ../nbs/21_tracker.ipynb #5e4906e8
 def joint_metrics(
     q, # [batch n_heads pos d_head]
-    k, # [batch n_heads pos d_head]
+    k, # [batch n_kv_heads pos d_head]
     of_q, # `layer_moments` of q
     of_k, # `layer_moments` of k
 ): # two dicts, layer level and head level
     "Score matrix, balanced spectrum and attention statistics."
-    of_q, of_k = of_q.heads(q.shape[1]), of_k.heads(k.shape[1])
+    of_q, of_k, k = of_q.heads(q.shape[1]), of_k.heads(k.shape[1]).repeat(q.shape[1] // k.shape[1]), group_heads(k, q.shape[1])
     raw_q, raw_k = of_q.raw_seconds, of_k.raw_seconds                       # [n_heads batch d_head d_head]
     logits = product_singular_values(q, k, nan_ok=True, gram_a=raw_q.transpose(0, 1), gram_b=raw_k.transpose(0, 1)) / math.sqrt(q.shape[-1])
     head = {name: value.mean(0) for name, value in _named("logit", _product(logits)).items()}
@@ -147,7 +156,7 @@ def _reasons(tensors, n_tokens):
     every = list(dict.fromkeys(reason for reasons in heads for reason in reasons))
     return ["; ".join(reasons) or "ok" for reasons in heads], "; ".join(every) or "ok"
 
-# %% ../nbs/21_tracker.ipynb #611697ad
+# %% ../nbs/21_tracker.ipynb #c1291fdd
 def measure(
     q, # [batch n_heads pos d_head]
     k, # [batch n_kv_heads pos d_head]
@@ -156,13 +165,13 @@ def measure(
     n_boot=100, # bootstrap resamples of sequences
 ): # two dicts of column name -> value, layer level and head level, each with its `status`
     "All metrics of one layer."
-    H, n_tokens, k = q.shape[1], q.shape[0] * q.shape[2], group_heads(k, q.shape[1])
-    W_K = group_heads(W_K, H)                                               # from here on every query head has a key head
+    H, n_tokens, repeat = q.shape[1], q.shape[0] * q.shape[2], q.shape[1] // k.shape[1]
     of_q, of_k = layer_moments(q), layer_moments(k)
     parts = [weight_metrics(W_Q, W_K), joint_metrics(q, k, of_q, of_k)]
-    for x, moments, name in ((q, of_q, "q"), (k, of_k, "k")): parts.append(tuple(_named(name, level) for level in activation_metrics(x, moments, n_boot)))
+    for x, moments, name, times in ((q, of_q, "q", 1), (k, of_k, "k", repeat)):
+        parts.append(tuple(_named(name, level) for level in activation_metrics(x, moments, n_boot, times)))
     layer, head = ({name: value for part in parts for name, value in part[level].items()} for level in (0, 1))
-    head_status, layer_status = _reasons({"q": q.transpose(0, 1), "k": k.transpose(0, 1), "W_Q": W_Q, "W_K": W_K}, n_tokens)
+    head_status, layer_status = _reasons({"q": q.transpose(0, 1), "k": group_heads(k, H).transpose(0, 1), "W_Q": W_Q, "W_K": group_heads(W_K, H)}, n_tokens)
     return layer | {"n_tokens": n_tokens, "status": layer_status}, head | {"n_tokens": [n_tokens] * H, "status": head_status}
 
 # %% ../nbs/21_tracker.ipynb #f379920c
