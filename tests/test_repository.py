@@ -61,7 +61,7 @@ def test_notebooks_are_clean_and_keep_their_parameters_tag(copy):
             assert sum("parameters" in c.metadata.get("tags", []) for c in nbformat.read(copy / p.relative_to(ROOT), 4).cells) == 1
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*NOTEBOOKS, ROOT / "paper/paper.ipynb"], ids=lambda p: p.stem)
 def test_notebook_is_small_and_free_of_errors(path):
     assert path.stat().st_size < 300_000
     outputs = [o for c in nbformat.read(path, 4).cells if c.cell_type == "code" for o in c.outputs]
