@@ -10,7 +10,6 @@ __all__ = ['RULES', 'PUBLISHED_ARMS', 'HEADINGS', 'KEYS_PUBLISHED', 'table_2', '
 import numpy as np
 
 from .causes import entropy_follows, receipt_summary
-from .columns import METRICS
 from .stats import CONFIDENCE_METRICS, DELTA_METRICS, done, final_values, outcome, paired_deltas
 from .tables import judge, of, read_published
 from .typeset import Table, number

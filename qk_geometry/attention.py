@@ -9,7 +9,6 @@ __all__ = ['ATTENTION', 'per_head', 'Weight', 'Tap', 'split_heads', 'linear_tap'
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 

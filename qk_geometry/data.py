@@ -10,7 +10,6 @@ __all__ = ['SUFFIXES', 'WIKITEXT', 'UNKNOWN', 'write_atomic', 'builtin_text', 'r
 # %% ../nbs/00_data.ipynb #4e8212a2
 import gzip
 import hashlib
-import json
 import os
 import tempfile
 from dataclasses import dataclass

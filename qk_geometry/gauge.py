@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from .spectra import core, group_heads, participation_ratio, upcast
+from .spectra import core, group_heads, upcast
 from .tracker import measure
 
 # %% ../nbs/22_gauge.ipynb #d7e785cb

@@ -27,7 +27,7 @@ def require_finite(
     name, # what to call it in the error
 ): # the tensor
     "Return `x`; ValueError names it when it holds NaN or infinity."
-    if not (bad := non_finite(x, x.dim())).any(): return x
+    if not non_finite(x, x.dim()).any(): return x
     raise ValueError(f"{name} holds {(~torch.isfinite(x)).sum().item()} non-finite values of {x.numel()}")
 
 def non_finite(

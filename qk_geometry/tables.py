@@ -12,7 +12,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import numpy as np
 
 from .columns import METRICS
 from .stats import (ALIGNMENTS, AXES, CLAIMS, GROUPS, HEADLINE, claim_shares, correlate, correlation_text, done, fit_slopes, init_summary, mean_interval,

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from .attention import split_heads
 from .columns import METRICS
 from .metrics import alignment, attention_statistics, gram_imbalance, principal_angles
 from .spectra import (SequenceMoments, bootstrap_participation_ratio, corrected_participation_ratio, covariance_participation_ratio, effective_rank, gram,

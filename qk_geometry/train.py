@@ -24,7 +24,6 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from . import __version__, data
-from .columns import read_rows, write_rows
 from .data import CharCorpus, write_atomic
 from .init import INITS, SUPPORTS, init_qk
 from .model import GPT, GPTConfig
