@@ -81,6 +81,19 @@ def test_a_failed_cell_becomes_a_line_and_the_others_go_on(tmp_path):
     assert json.loads(grid.cells()[1].file("summary.json").read_text())["OMP_NUM_THREADS"] == "2"
 
 
+def test_one_process_can_run_several_seeds(tmp_path):
+    alone = Grid.load(make_grid(tmp_path / "alone", GRID.replace("[7, 37]", "[7, 37, 42, 13, 9]")))
+    together = Grid.load(make_grid(tmp_path / "together", "seeds_per_process = 3\n" + alone.path.read_text()))
+    assert [c.id for c in alone.cells()] == [c.id for c in together.cells()] and [len(j.cells) for j in together.jobs()] == [3, 2, 3, 2]
+    failures = run_grid(together, workers=2, only="lr=0.1*")
+    thirteen, nine = together.jobs()[1].cells
+    assert failures == dict.fromkeys((thirteen.id, nine.id), "RuntimeError: seed 13 diverged at step 1")
+    assert [is_done(c) for c in together.cells()] == [True] * 3 + [False] * 7
+    assert run_grid(together, only="seed=9") == failures | {c.id: e for c, e in zip(together.jobs()[3].cells, failures.values())}
+    assert together.cells()[0].file("starts").read_text() == "start\n" and not nine.file("starts").exists()
+    assert json.loads(thirteen.file("parameters.json").read_text())["members"] == [thirteen.id, nine.id]
+
+
 def test_too_many_failures_end_the_run(tmp_path):
     grid = Grid.load(make_grid(tmp_path, GRID.replace("[7, 37]", "[13, 7]")))
     assert len(run_grid(grid, max_failures=1)) == 1

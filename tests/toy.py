@@ -14,7 +14,8 @@ corpus:str = "builtin" # text
 pause:float = 0.0 # seconds to wait
 threads:int = 1 # threads
 cell:str = "" # id of the cell
-out:str = "" # folder of the cell"""
+out:str = "" # folder of the cell
+members:str = "" # JSON list of cell, out and seed, when a job has several"""
 
 BODY = """
 import json, os, time
@@ -22,14 +23,16 @@ from pathlib import Path
 import pandas as pd
 from qk_geometry.grid import finish_cell
 
-with open(Path(out) / "starts", "a") as f: f.write("start\\n")
-time.sleep(pause)
-if seed == 13: raise RuntimeError(f"seed {seed} diverged\\nat step 1")
-none = pd.array([None] * 3, "Int16")
-rows = pd.DataFrame({"cell": cell, "step": range(3), "epoch": [0.0, 1.0, 2.0], "tokens": [0, 64, 128], "layer": none, "head": none,
-                     "status": "ok", "val_loss": [4.0 / (1 + lr * seed * s) for s in range(3)]})
-seen = {name: os.environ.get(name, "") for name in ("QK_DATA", "OMP_NUM_THREADS")}
-if seed != 14: finish_cell(out, cell, rows, dict(val_loss=float(rows.val_loss.iloc[-1]), seconds=time.process_time(), **seen))
+for m in json.loads(members) if members else [dict(cell=cell, out=out, seed=seed)]:
+    cell, out, seed = m["cell"], m["out"], m["seed"]
+    with open(Path(out) / "starts", "a") as f: f.write("start\\n")
+    time.sleep(pause)
+    if seed == 13: raise RuntimeError(f"seed {seed} diverged\\nat step 1")
+    none = pd.array([None] * 3, "Int16")
+    rows = pd.DataFrame({"cell": cell, "step": range(3), "epoch": [0.0, 1.0, 2.0], "tokens": [0, 64, 128], "layer": none, "head": none,
+                         "status": "ok", "val_loss": [4.0 / (1 + lr * seed * s) for s in range(3)]})
+    seen = {name: os.environ.get(name, "") for name in ("QK_DATA", "OMP_NUM_THREADS")}
+    if seed != 14: finish_cell(out, cell, rows, dict(val_loss=float(rows.val_loss.iloc[-1]), seconds=time.process_time(), **seen))
 """
 
 GRID = """notebook = "../../nbs/runs/toy.ipynb"
