@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['app', 'grid_app', 'EXAMPLES', 'GridFile', 'Results', 'Data', 'Only', 'command', 'main', 'message', 'run', 'status',
-           'show_status', 'collect', 'show_collected', 'paper', 'build_paper']
+           'show_status', 'running_text', 'collect', 'show_collected', 'paper', 'build_paper']
 
-# %% ../nbs/54_cli.ipynb #8020ea01
+# %% ../nbs/54_cli.ipynb #25cf6476
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,7 @@ def message(error): # str
     if isinstance(error, ModuleNotFoundError): return f"{error}; pip install -c constraints.txt -e '.[notebooks]' brings what the commands need"
     return str(error) or type(error).__name__
 
-# %% ../nbs/54_cli.ipynb #f9a02183
+# %% ../nbs/54_cli.ipynb #15e742be
 GridFile = Annotated[Path, typer.Argument(help="The grid, grids/SCALE/GRID.toml.")]
 Results = Annotated[Path, typer.Option(help="Folder for results; results/SCALE/GRID when left out.")]
 Data = Annotated[Path, typer.Option(help="Text to use in place of the grid's corpus: a file, or a folder with train and valid files.")]
@@ -61,12 +62,14 @@ Only = Annotated[str, typer.Option(help="Only cells whose id contains this, or m
 def run(grid: GridFile,
         workers: Annotated[int, typer.Option(min=1, help="Cells that run at a time.")] = 1,
         data: Data = None, results: Results = None, only: Only = None,
+        time_limit: Annotated[float, typer.Option(min=1, help="Seconds that a cell may take; the grid's own limit when left out.")] = None,
         max_failures: Annotated[int, typer.Option(min=1, help="Stop after this many failed cells.")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and what is done; run nothing.")] = False):
     "Run every cell that is not done yet, then collect. Interrupt it at any time: the same command goes on."
     from qk_geometry.grid import Grid
     from qk_geometry.runner import run_grid
     grid = Grid.load(grid, results, data)
+    if time_limit: grid = replace(grid, time_limit=time_limit)
     if dry_run: return show_status(grid, only)
     try: failures = run_grid(grid, workers, only, max_failures)
     except KeyboardInterrupt:
@@ -75,7 +78,7 @@ def run(grid: GridFile,
     if only is None: show_collected(grid)
     if failures: raise RuntimeError(f"{len(failures)} cells failed; qk grid status says why, and the same command tries them again")
 
-# %% ../nbs/54_cli.ipynb #89819072
+# %% ../nbs/54_cli.ipynb #12fd4dc3
 @command(grid_app, "qk grid status grids/smoke/characters.toml")
 def status(grid: GridFile, data: Data = None, results: Results = None, only: Only = None):
     "List the cells of a grid: ok, running, failed with its error, or missing."
@@ -86,9 +89,14 @@ def show_status(grid, only):
     "Print one line a cell and the counts."
     from qk_geometry.grid import status
     lines = status(grid, only)
-    for line in lines.itertuples(): typer.echo(f"{line.status:8} {line.cell}  {line.error}".rstrip())
+    for line in lines.itertuples(): typer.echo(f"{line.status:8} {line.cell}  {running_text(line) if line.status == 'running' else line.error}".rstrip())
     counts = lines["status"].value_counts()
     typer.echo(f"{len(lines)} cells: " + ", ".join(f"{counts.get(s, 0)} {s}" for s in ("ok", "running", "failed", "missing")))
+
+def running_text(line): # str
+    "How far a running cell is, and which process runs it."
+    far = "" if line.step != line.step else f"step {line.step:.0f} of {line.steps:.0f}, loss {line.loss:.3f}, {line.tokens_per_second:,.0f} tokens/s, "
+    return f"{far}process {line.owner}"
 
 # %% ../nbs/54_cli.ipynb #07b133b2
 @command(grid_app, "qk grid collect grids/smoke/characters.toml")

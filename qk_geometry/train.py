@@ -7,7 +7,7 @@ __all__ = ['TrainConfig', 'validate', 'model_config', 'learning_rate', 'snapshot
            'autocast', 'evaluate', 'training_step', 'take_snapshot', 'save_checkpoint', 'load_checkpoint', 'repeatable',
            'train', 'summary', 'device_name']
 
-# %% ../nbs/30_train.ipynb #5ad7b126
+# %% ../nbs/30_train.ipynb #bcaeeae8
 import contextlib
 import dataclasses
 import io
@@ -27,6 +27,7 @@ from . import __version__, data
 from .data import CharCorpus, write_atomic
 from .init import INITS, SUPPORTS, init_qk
 from .model import GPT, GPTConfig
+from .presence import Pulse
 from .tracker import Tracker, undisturbed
 
 # %% ../nbs/30_train.ipynb #f2221d3e
@@ -180,7 +181,7 @@ def evaluate(
         total = sum(run.model(x[i:i + size], y[i:i + size]).double() * len(x[i:i + size]) for i in range(0, len(x), size))
     return (total / len(x)).item()
 
-# %% ../nbs/30_train.ipynb #b76e9b7d
+# %% ../nbs/30_train.ipynb #946bcd6f
 def training_step(
     run, # Run
     watch=False, # record gradient norms and updates of this step for the snapshot
@@ -190,6 +191,7 @@ def training_step(
     x, y = run.on_device(data.batch(run.corpus, run.step, config.batch_size, config.n_ctx, config.seed))
     for group in run.optimizer.param_groups: group["lr"] = learning_rate(run.step, config)
     with autocast(config): loss = predicted = run.forward(x, y)
+    run.loss = predicted.detach()
     for callback in run.callbacks:
         if (replaced := callback.on_loss(run, loss)) is not None: loss = replaced
     run.optimizer.zero_grad()
@@ -291,12 +293,12 @@ def repeatable(
             yield
     finally: torch.set_num_threads(threads)
 
-# %% ../nbs/30_train.ipynb #64784c22
+# %% ../nbs/30_train.ipynb #acb5e1d0
 def train(
     config, # TrainConfig
     corpus=None, # CharCorpus; loaded from the configuration when None
     callbacks=(), # Callbacks
-    out=None, # folder for the checkpoint; nothing is written when None
+    out=None, # folder for the checkpoint and the pulse; nothing is written when None
     progress=True, # show a bar
     cell="", # id that rows carry
 ): # Run, finished
@@ -307,11 +309,13 @@ def train(
         for callback in run.callbacks: callback.on_start(run)
         looks, start, begun = set(snapshot_steps(config)), time.perf_counter(), run.seconds
         if run.step == 0 and not run.tables: take_snapshot(run)
+        pulse = Pulse([out] if out else [], run.total_steps, config.batch_size * config.n_ctx, run.step)
         with tqdm(total=run.total_steps, initial=run.step, disable=not progress, unit="step", mininterval=1.0) as bar:
             while run.step < run.total_steps:
                 watch = run.step + 1 in looks
                 training_step(run, watch)
                 if watch: take_snapshot(run)
+                pulse.beat(run.step, lambda: [run.loss.item()])
                 bar.update()
                 if watch: bar.set_postfix(loss=f"{run.last['train_loss']:.3f}")
                 run.seconds = begun + time.perf_counter() - start

@@ -32,6 +32,10 @@ for m in json.loads(members) if members else [dict(cell=cell, out=out, seed=seed
     rows = pd.DataFrame({"cell": cell, "step": range(3), "epoch": [0.0, 1.0, 2.0], "tokens": [0, 64, 128], "layer": none, "head": none,
                          "status": "ok", "val_loss": [4.0 / (1 + lr * seed * s) for s in range(3)]})
     seen = {name: os.environ.get(name, "") for name in ("QK_DATA", "OMP_NUM_THREADS")}
+    if seed == 15: time.sleep(3600)
+    if seed == 16: bytearray(1 << 60)
+    if seed == 17: os.kill(os.getpid(), 9)
+    if seed == 18: Path(out, "ballast").write_bytes(bytes(1 << 22))
     if seed != 14: finish_cell(out, cell, rows, dict(val_loss=float(rows.val_loss.iloc[-1]), seconds=time.process_time(), **seen))
 """
 
@@ -48,10 +52,24 @@ pause = 0.0
 """
 
 
-def make_grid(root, text=GRID):
+TRAINING = """
+from pathlib import Path
+from qk_geometry.grid import finish_cell
+from qk_geometry.train import Callback, TrainConfig, train
+
+class Note(Callback):
+    def on_start(self, run): open(Path(out) / "starts", "a").write(f"{run.step}\\n")
+
+config = TrainConfig(n_chars=60_000, n_layers=1, d_model=16, n_ctx=16, n_eval=8, n_probe=4, epochs=12, steps_per_epoch=50, lr=lr, seed=seed)
+run = train(config, callbacks=[Note()], out=out, cell=cell, progress=False)
+finish_cell(out, cell, run.rows, run.summary)
+"""
+
+
+def make_grid(root, text=GRID, body=BODY):
     "A checkout in small: the notebook and one grid file, whose path is returned."
     for folder in ("nbs/runs", "grids/smoke"): (root / folder).mkdir(parents=True, exist_ok=True)
-    cells = [v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}), v4.new_code_cell(BODY)]
+    cells = [v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}), v4.new_code_cell(body)]
     kernel = {"name": "python3", "display_name": "python3", "language": "python"}
     write(v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), root / "nbs/runs/toy.ipynb")
     path = root / "grids/smoke/toy.toml"
