@@ -6,14 +6,14 @@
 __all__ = ['BEAT', 'MISSED', 'machine', 'this_process', 'has_died', 'newest', 'owner', 'try_lock', 'still_mine', 'hold',
            'keep_fresh', 'Pulse', 'write_light', 'read_pulse']
 
-# %% ../nbs/06_presence.ipynb #85d03003
+# %% ../nbs/06_presence.ipynb #0d6540d7
 import json
 import os
 import socket
 import threading
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .data import write_atomic
@@ -90,7 +90,7 @@ def still_mine(path, me): # bool
     try: return newest(path.parent)[1] == path and json.loads(path.read_text())["token"] == me["token"]
     except (FileNotFoundError, TypeError): return False
 
-# %% ../nbs/06_presence.ipynb #b5c5a654
+# %% ../nbs/06_presence.ipynb #a77cf87f
 @contextmanager
 def hold(
     folders, # list of folders; they are made
@@ -109,7 +109,7 @@ def hold(
     finally:
         ended.set()
         for path, me in held:
-            if still_mine(path, me): write_atomic(path, "null")
+            with suppress(OSError): still_mine(path, me) and write_atomic(path, "null")
 
 def keep_fresh(held, ended, lost):
     "Touch every held lock at each beat, until the end or until one is lost."

@@ -6,10 +6,9 @@
 __all__ = ['ENDING', 'KINDS', 'CellFailed', 'execute', 'note', 'prepare', 'limited', 'leave', 'end_children', 'run_notebook',
            'real_error', 'memory_kills', 'death', 'git_commit', 'job_process', 'to_json', 'from_json',
            'end_with_runner', 'start', 'outcome', 'error_text', 'obituary', 'run_local', 'end', 'environment',
-           'Progress', 'run_grid']
+           'run_grid']
 
-# %% ../nbs/50b_runner.ipynb #e2ae1788
-import io
+# %% ../nbs/50b_runner.ipynb #fc6900fd
 import json
 import math
 import os
@@ -27,8 +26,9 @@ from pathlib import Path
 from .data import corpus_path, write_atomic
 from .grid import Cell, Job, check, is_done, is_running
 from .presence import hold, owner
+from .progress import Progress
 
-# %% ../nbs/50b_runner.ipynb #a717c886
+# %% ../nbs/50b_runner.ipynb #5e5cc173
 class CellFailed(RuntimeError):
     "The notebook of a job raised, died, or did not finish; the message is one line."
 
@@ -45,18 +45,19 @@ def execute(
             except Exception as error:
                 with ENDING: note(job, real_error(error))
                 raise CellFailed(real_error(error)) from None
+        for c in left: c.file("room").unlink(missing_ok=True)
 
 def note(job, text): # None
-    "Write why a job failed into error.txt of its cells that are not done; on a full disk the log must do."
-    for c in job.cells:
-        try: is_done(c) or write_atomic(c.file("error.txt"), f"{text}\n")
-        except OSError: print(text, file=sys.stderr, flush=True)
+    "Write why a job failed into error.txt of its cells that are not done; OSError when even that finds no room."
+    for c in job.cells: c.file("room").unlink(missing_ok=True)
+    for c in job.cells: is_done(c) or write_atomic(c.file("error.txt"), f"{text}\n")
 
 def prepare(cell, job): # None
-    "Clear what an earlier attempt left, and record what the cell is."
+    "Clear what an earlier attempt left, keep room for an error, and record what the cell is."
     for name in ("done.json", "rows.parquet", "summary.json", "error.txt", "state.json"): cell.file(name).unlink(missing_ok=True)
     record = {"cell": cell.id, "notebook": cell.notebook.name, "git_commit": git_commit(cell.notebook.parent), "parameters": cell.parameters}
     if len(job.cells) > 1: record["members"] = [c.id for c in job.cells]
+    write_atomic(cell.file("room"), bytes(1 << 16))
     write_atomic(cell.file("parameters.json"), json.dumps(record, indent=1))
 
 # %% ../nbs/50b_runner.ipynb #e5c7ae02
@@ -166,7 +167,7 @@ def start(
     process.stdin.flush()
     return process
 
-# %% ../nbs/50b_runner.ipynb #61828ab9
+# %% ../nbs/50b_runner.ipynb #ee4cc0d0
 def outcome(
     job, # Job
     code, # exit code of its process, negative for a signal
@@ -180,7 +181,7 @@ def error_text(cell, job, code, starved): # str, one line
     if who := owner(cell.folder): return f"process {who['pid']} on {who['host']} has taken it over"
     try: return cell.file("error.txt").read_text().strip()
     except FileNotFoundError: text = obituary(job, code, starved)
-    try: write_atomic(cell.file("error.txt"), f"{text}\n")
+    try: note(job, text)
     except OSError as error: return f"{text}; not stored: {error}"
     return text
 
@@ -237,36 +238,7 @@ def environment(
     place = grid.data or (None if corpus == "builtin" else corpus_path(corpus))
     return found | ({"QK_DATA": str(place)} if place and place.name == corpus else {})
 
-# %% ../nbs/50b_runner.ipynb #b4a6c865
-class Progress:
-    "A tqdm bar over cells, redrawn in a terminal and one line per finished cell elsewhere."
-
-    def __init__(self,
-                 total, # cells
-                 done, # of them done before
-                 file=None, # stderr when None
-                ):
-        from tqdm import tqdm
-        self.file = file or sys.stderr
-        self.live = self.file.isatty()
-        self.bar = tqdm(total=total, initial=done, unit="cell", file=self.file if self.live else io.StringIO(), ncols=None if self.live else 72,
-                        dynamic_ncols=self.live, smoothing=0, bar_format="{n_fmt}/{total_fmt} cells |{bar}| {elapsed}, left {remaining}{postfix}")
-
-    def show(self,
-             running, # list of Job
-             finished, # list of (Cell, error or None)
-             failed, # number of failures so far
-            ):
-        "Take in what an engine yields."
-        self.bar.set_postfix_str(f"{sum(len(j.cells) for j in running)} running, {failed} failed", refresh=False)
-        self.bar.update(len(finished))
-        for cell, error in finished:
-            text = f"failed {cell.id}: {error}" if error else f"ok {cell.id}"
-            if not self.live: print(f"{self.bar}  {text}", file=self.file, flush=True)
-            elif error: self.bar.write(text, file=self.file)
-        if self.live: self.bar.refresh()
-
-# %% ../nbs/50b_runner.ipynb #ffb71f21
+# %% ../nbs/50b_runner.ipynb #d50ce189
 def run_grid(
     grid, # Grid
     workers=1, # cells at a time
@@ -280,9 +252,9 @@ def run_grid(
     todo = [j for j in jobs if not all(map(is_done, j.cells))]
     total, left = (sum(len(j.cells) for j in some) for some in (jobs, todo))
     progress = Progress(total, total - left)
-    with closing(progress.bar), closing(engine(todo, workers, lambda c: environment(grid, c))) as events:
+    with closing(progress), closing(engine(todo, workers, lambda c: environment(grid, c))) as events:
         for running, finished in events:
             failures |= {c.id: error for c, error in finished if error}
-            progress.show(running, finished, len(failures))
+            progress.show(running, finished)
             if max_failures and len(failures) >= max_failures: break
     return failures
