@@ -1,5 +1,7 @@
 "The manners of `qk`: help at once, one line for an error."
+import re
 import time
+from pathlib import Path
 
 import pytest
 from nbformat import v4, write
@@ -7,6 +9,8 @@ from toy import GRID, make_grid, qk
 
 from qk_geometry.cli import EXAMPLES
 from qk_geometry.grid import Grid
+
+NOTEBOOK = Path(__file__).parent.parent / "nbs/runs/train.ipynb"
 
 
 def test_help_is_quick_and_has_an_example_for_every_command():
@@ -30,6 +34,9 @@ def test_help_is_quick_and_has_an_example_for_every_command():
     (["grid", "run", "absent.toml"], 1, "absent.toml"),
     (["grid", "run", "GRID", "--data", "absent"], 1, "no text at"),
     (["grid", "run", "GRID", "--only", "seed=8"], 1, "no cell matches 'seed=8'"),
+    (["grid", "run", "GRID", "--engine", "spark"], 2, "spark"),
+    (["grid", "run", "GRID", "--address", "auto"], 1, "--address and --store need --engine ray"),
+    (["grid", "run", "GRID", "--time-limit", "0"], 2, "time-limit"),
     (["grid", "run", "GRID", "--results", "/dev/null"], 1, "cannot write results to /dev/null"),
     (["grid", "collect", "GRID"], 1, "no cell of toy.toml has run"),
     (["paper", "--notebook", "absent.ipynb"], 1, "no absent.ipynb here"),
@@ -50,7 +57,17 @@ def test_a_failed_cell_shows_in_the_exit_code_and_in_status(tmp_path):
     listing = qk("grid", "status", path)
     assert listing.returncode == 0 and "2 cells: 1 ok, 0 running, 1 failed, 0 missing" in listing.stdout
     assert "RuntimeError: seed 13 diverged at step 1" in listing.stdout
-    assert qk("grid", "run", path, "--dry-run").stdout == listing.stdout
+    plan = qk("grid", "run", path, "--dry-run").stdout
+    assert plan.startswith(listing.stdout) and re.fullmatch(r"1 cells left: about .+ with 1 at a time and .+ MB of disk, by 1 finished cells", plan.splitlines()[-1])
+
+
+def test_an_estimate_before_anything_has_run(tmp_path):
+    path = make_grid(tmp_path)
+    assert qk("grid", "run", path, "--dry-run").stdout.splitlines()[-1] == "4 cells left; no estimate: no cell is done yet, and toy.ipynb has no epochs and steps_per_epoch that a trial could shorten"
+    path.write_text(f'notebook = "{NOTEBOOK}"\n[nuisance]\nseed = [7, 37]\n[fixed]\nn_chars = 60000\nn_layers = 1\nd_model = 16\nn_ctx = 16\nepochs = 200\n')
+    plan = qk("grid", "run", path, "--dry-run", "--workers", 2)
+    assert re.fullmatch(r"2 cells left: about .+ with 2 at a time and .+ MB of disk, by a trial of 8 and 40 steps of seed=7-\w{8}", plan.stdout.splitlines()[-1]), plan.stderr
+    assert not (tmp_path / "results").exists()
 
 
 def test_a_part_of_a_grid_lists_the_rest_as_missing(tmp_path):
