@@ -60,7 +60,7 @@ def prepare(cell, job): # None
     write_atomic(cell.file("room"), bytes(1 << 16))
     write_atomic(cell.file("parameters.json"), json.dumps(record, indent=1))
 
-# %% ../nbs/50b_runner.ipynb #e5c7ae02
+# %% ../nbs/50b_runner.ipynb #922874c6
 ENDING = threading.Lock()
 
 @contextmanager
@@ -68,7 +68,7 @@ def limited(
     job # Job
 ): # context
     "End this process when the context lasts longer than the job's time limit."
-    timer = threading.Timer(job.time_limit or 0, leave, [job, f"time limit: ended after {job.time_limit} s"])
+    timer = threading.Timer(job.time_limit or 0, leave, [job, f"time limit: ended after {job.time_limit or 0:g} s"])
     timer.daemon = True
     if job.time_limit: timer.start()
     try: yield

@@ -1,25 +1,26 @@
 "The cluster engine on a real Ray cluster of this machine: two machines in small, one of which is lost half way."
-import time
 from functools import partial
 
 import pytest
 from toy import GRID, TRAINING, make_grid
 
-from qk_geometry.cluster import connected, run_ray
+from qk_geometry.cluster import quiet_ray, run_ray
 from qk_geometry.columns import read_rows
 from qk_geometry.grid import Grid, collect, is_done, is_running
 from qk_geometry.presence import read_pulse
-from qk_geometry.runner import environment, run_grid
+from qk_geometry.runner import run_grid
+
+
+NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
 
 
 @pytest.fixture(scope="module")
 def cluster():
     "A head without processors and two nodes with one each."
-    import os
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    quiet_ray()
     from ray.cluster_utils import Cluster
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20})
-    cluster.machines = [cluster.add_node(num_cpus=1, node_ip_address="127.0.0.1", object_store_memory=80 * 2**20) for _ in range(2)]
+    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0, "include_dashboard": False})
+    cluster.machines = [cluster.add_node(**NODE, num_cpus=1) for _ in range(2)]
     yield cluster
     cluster.shutdown()
 
