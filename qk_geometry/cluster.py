@@ -73,7 +73,7 @@ def run_job(
         for c in job.cells if store else (): put(c.folder, f"{store}/{c.id}")
         return process.returncode
 
-# %% ../nbs/50c_cluster.ipynb #144d64e0
+# %% ../nbs/50c_cluster.ipynb #10053db4
 def quiet_ray():
     "Ray reports its use to nobody, and a busy machine may take two minutes to start it; set before Ray is imported."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -88,7 +88,8 @@ def connected(
     try: import ray
     except ModuleNotFoundError: raise RuntimeError("ray is not installed; pip install -c constraints.txt -e '.[cluster]' brings it") from None
     opened = not ray.is_initialized()
-    here = {"_node_ip_address": "127.0.0.1"} if address is None or address.startswith("127.0.0.1:") else {}
+    host = (address or "127.0.0.1").partition(":")[0]
+    here = {"_node_ip_address": host} if host.startswith("127.") else {}
     where = {"include_dashboard": False} if address is None else {"address": address}
     if opened: ray.init(log_to_driver=False, configure_logging=True, logging_level="ERROR", **where, **here)
     try: yield ray

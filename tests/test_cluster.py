@@ -11,16 +11,14 @@ from qk_geometry.presence import read_pulse
 from qk_geometry.runner import run_grid
 
 
-NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
-
-
 @pytest.fixture(scope="module")
 def cluster():
-    "A head without processors and two nodes with one each."
+    "A head without processors and two machines with one each, told apart by loopback addresses. Ray takes 127.0.0.1 for another name of the machine, so none of them is that."
     quiet_ray()
     from ray.cluster_utils import Cluster
-    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0, "include_dashboard": False})
-    cluster.machines = [cluster.add_node(**NODE, num_cpus=1) for _ in range(2)]
+    node = lambda n, **more: {"node_ip_address": f"127.0.0.{n}", "object_store_memory": 80 * 2**20, **more}
+    cluster = Cluster(initialize_head=True, head_node_args=node(2, num_cpus=0, include_dashboard=False))
+    cluster.machines = [cluster.add_node(**node(n, num_cpus=1)) for n in (3, 4)]
     yield cluster
     cluster.shutdown()
 
