@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['random_gauge', 'change_basis', 'measure_change', 'balanced_gauge']
 
-# %% ../nbs/22_gauge.ipynb #52b61061
+# %% ../nbs/22_gauge.ipynb #da3f532a
 import math
 
 import torch
