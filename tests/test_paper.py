@@ -12,6 +12,7 @@ import pytest
 
 from qk_geometry.arms import RULES, intervention_tables
 from qk_geometry.causes import read_receipts
+from qk_geometry.claims import Study, ledger, table_ledger
 from qk_geometry.columns import write_rows
 from qk_geometry.example import example_grid, example_interventions
 from qk_geometry.interventions import INTERVENTIONS
@@ -27,9 +28,10 @@ committed = pytest.mark.parametrize("scale", SCALES or [pytest.param("", marks=p
 def tables_of(scale):
     "All tables of the committed results of a scale."
     folder, published = ROOT / "results" / scale, ROOT / "paper" / "published.toml"
-    tables = paper_tables(*read_results(folder / "characters"), published, scale)
-    steered = folder / "interventions"
-    return tables + (intervention_tables(*read_results(steered), read_receipts(steered), published, scale) if steered.is_dir() else [])
+    main, steered = read_results(folder / "characters"), folder / "interventions"
+    arms = read_results(steered) if steered.is_dir() else None
+    tables = paper_tables(*main, published, scale) + (intervention_tables(*arms, read_receipts(steered), published, scale) if arms else [])
+    return tables + [table_ledger(ledger(Study(main, arms), published), scale)]
 
 
 def bytes_of(tables, folder):
@@ -53,7 +55,7 @@ def test_committed_tables_are_those_of_the_committed_rows(scale, tmp_path):
 @committed
 def test_committed_figures_are_there_in_both_formats(scale):
     names = {p.name for p in (ROOT / "paper" / "figures" / scale).iterdir()}
-    drawn = ("figure1", "figure2", "figure3", "multiverse", *(("figure4", "causes") if (ROOT / "results" / scale / "interventions").is_dir() else ()))
+    drawn = ("figure1", "figure2", "figure3", "multiverse", "specifications", *(("figure4", "causes") if (ROOT / "results" / scale / "interventions").is_dir() else ()))
     assert names == {f"{name}.{kind}" for name in drawn for kind in ("pdf", "png")}
 
 
