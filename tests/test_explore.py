@@ -54,6 +54,7 @@ def test_a_slider_moves_and_the_plot_changes_without_an_error_in_the_console(ser
         page, errors = browser.new_page(viewport={"width": 1400, "height": 900}), []
         page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda e: errors.append(str(e)))
+        page.route(lambda url: not url.startswith(served), lambda route: route.fulfill(status=200, body=""))   # icons that Voila's page asks of the network
         page.goto(served, timeout=120_000)
         picture = page.locator("img.widget-image, .widget-image img, img.jupyter-widgets").first
         picture.wait_for(timeout=120_000)
@@ -67,4 +68,4 @@ def test_a_slider_moves_and_the_plot_changes_without_an_error_in_the_console(ser
         changed(lambda: page.locator(".widget-dropdown", has_text="grid").locator("select").select_option("interventions"))
         changed(lambda: page.get_by_text("logarithmic steps").click())
         browser.close()
-    assert errors == []
+    assert errors == [], "\n".join(errors)
