@@ -163,7 +163,7 @@ class QK:
         both = ((self.W_Q, self.b_Q), (self.W_K, self.b_K))
         return tuple(x[:, None] @ W.to(x) + (0 if b is None else b.to(x)[:, None]) for W, b in both)
 
-# %% ../nbs/40_checkpoints.ipynb #52245501
+# %% ../nbs/40_checkpoints.ipynb #bdd9c175
 @dataclass(frozen=True)
 class Checkpoint(Mapping):
     "Layer number -> QK, read when asked for."
@@ -187,6 +187,7 @@ class Checkpoint(Mapping):
         weights = self._pair(part["W_Q"], part["W_K"])
         biases = self._pair(part["b_Q"], part["b_K"]) if "b_Q" in part else (None, None)
         norms = [self.stored[part[name]].read([(0, self.d_head)]) if name in part else None for name in ("q_norm", "k_norm")]
+        self.traffic.wanted += sum(gain.nbytes for gain in norms if gain is not None)
         return QK(layer, *weights, *biases, *norms)
 
 # %% ../nbs/40_checkpoints.ipynb #759cb268

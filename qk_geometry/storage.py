@@ -148,14 +148,14 @@ def from_pickle(
     inner = next((loaded[key] for key in ("model", "state_dict", "model_state_dict") if isinstance(loaded.get(key), Mapping)), loaded)
     return inner, next((loaded[key] for key in ("model_args", "config") if isinstance(loaded.get(key), Mapping)), {})
 
-# %% ../nbs/39_storage.ipynb #f0e87902
+# %% ../nbs/39_storage.ipynb #62ef014b
 def from_gguf(
     path # .gguf file
 ): # dict of name -> tensor, and the configuration
     "The state dict of a GGUF file as transformers restores it."
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(Path(path).parent, gguf_file=Path(path).name, dtype=torch.float32)
-    return model.state_dict(), model.config.to_dict()
+    return model.state_dict(), {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}      # its numbers are plain floats now
 
 def open_file(place, file, traffic):
     "Tensors of one file, and what it says of its model."
