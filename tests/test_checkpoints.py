@@ -149,7 +149,8 @@ def test_a_compiled_model_is_proved_and_measured_as_written():
         inner = getattr(model, "_orig_mod", model)
         assert prove(of(inner), model).stage == "attended"
         taps = layout_taps(inner, "llama", 4, 2)
-        assert all(torch.equal(a, b) for x, y in zip(capture(inner, tokens, taps), capture(tiny("llama"), tokens, layout_taps(tiny("llama"), "llama", 4, 2))) for a, b in zip(x, y))
+        fresh = tiny("llama")
+        assert all(torch.equal(a, b) for x, y in zip(capture(inner, tokens, taps), capture(fresh, tokens, layout_taps(fresh, "llama", 4, 2))) for a, b in zip(x, y))
 
 
 class NanoGPT(nn.Module):
