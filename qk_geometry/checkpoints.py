@@ -49,7 +49,7 @@ LAYOUTS = {layout.name: layout for layout in (
     Layout("gemma3", **SEPARATE, **QK_NORM, norm_offset=1.0, model_types=("gemma3", "gemma3_text")),
     Layout("qk_geometry", "blocks.{}.attention.W_Q", "blocks.{}.attention.W_K"))}
 
-# %% ../nbs/40_checkpoints.ipynb #b71dcd1f
+# %% ../nbs/40_checkpoints.ipynb #f06ca9fb
 CONTAINERS = r"(?:(?:module|model|transformer|gpt_neox|language_model)\.)*"
 
 def places(
@@ -74,6 +74,8 @@ def find(
     needed = set(places(layout)) - {"b_Q", "b_K"}
     for number in range(max(layers, default=-1) + 1):
         if lost := sorted(needed - set(layers.get(number, ()))): raise ValueError(f"layer {number} has no tensor {places(layout)[lost[0]].format(number)} (layout {layout.name})")
+    biased = [{"b_Q", "b_K"} & set(part) for part in layers.values()]
+    if any(b not in (set(), {"b_Q", "b_K"}) or b != biased[0] for b in biased): raise ValueError(f"some projections have a bias and some have none (layout {layout.name})")
     return dict(sorted(layers.items()))
 
 # %% ../nbs/40_checkpoints.ipynb #978cf72d
@@ -252,9 +254,9 @@ def read_qk(
     stored, config = open_place(place, traffic)
     return assemble(stored, config, place.name, layout, n_heads, traffic, place.commit)
 
-# %% ../nbs/40_checkpoints.ipynb #433e7935
+# %% ../nbs/40_checkpoints.ipynb #bf7306f7
 def layout_taps(
-    model, # module; a compiled one is unwrapped
+    model, # module, compiled or not
     layout, # Layout or its name
     n_heads, # query heads
     n_kv_heads=None, # key heads, when fewer

@@ -71,7 +71,7 @@ class _SeeSDPA(TorchFunctionMode):
             self.visit(given["query"], given["key"], given["value"], given.get("attn_mask"), out, {"scaling": given.get("scale")})
         return out
 
-# %% ../nbs/40a_proof.ipynb #a54bb033
+# %% ../nbs/40a_proof.ipynb #d9dc5e5e
 @contextlib.contextmanager
 def watch(
     model, # module whose names follow the layout
@@ -83,10 +83,11 @@ def watch(
     def begin(layer):
         def hook(module, args, kwargs): current["seen"] = Seen(layer, rope=kwargs.get("position_embeddings"))
         return hook
-    def keep(stage, which):
+    def keep(layer, stage, which):
         def hook(module, args, out):
-            current["seen"].x = args[0] if stage == "projected" else current["seen"].x
-            current["seen"].stages.setdefault(stage, [None, None])[which] = out
+            seen = current["seen"] if "seen" in current and current["seen"].layer == layer else Seen(layer)     # a projection that lies in no attention module
+            seen.x = args[0] if stage == "projected" else seen.x
+            seen.stages.setdefault(stage, [None, None])[which], current["seen"] = out, seen
         return hook
     def attended(q, k, v, mask, out, options):
         if "seen" not in current: return
@@ -99,7 +100,7 @@ def watch(
             stack.callback(modules[q_module.rpartition(".")[0]].register_forward_pre_hook(begin(layer), with_kwargs=True).remove)
             places = [("projected", 0, q_module), ("projected", 1, part["W_K"].removesuffix(".weight"))]
             places += [("normalised", i, part[name].removesuffix(".weight")) for i, name in enumerate(("q_norm", "k_norm")) if name in part]
-            for stage, which, name in places: stack.callback(modules[name].register_forward_hook(keep(stage, which)).remove)
+            for stage, which, name in places: stack.callback(modules[name].register_forward_hook(keep(layer, stage, which)).remove)
         stack.enter_context(attention_calls(model, attended))
         stack.enter_context(as_written())
         yield
@@ -220,7 +221,7 @@ def _random_tokens(qk, model):
     if not n: raise ValueError(f"{qk.name} does not say how many tokens it knows; give tokens=")
     return torch.randint(n, (2, 16), generator=torch.Generator().manual_seed(0))
 
-# %% ../nbs/40a_proof.ipynb #74de5035
+# %% ../nbs/40a_proof.ipynb #ba91394c
 def by_head(
     x, # [batch n_heads pos d_head], [batch pos n_heads d_head] or [batch pos n_heads * d_head]
     n_pos, # positions
@@ -236,6 +237,7 @@ def at_stage(
     stage, # "normalised" or "attended"; "projected" needs no function
 ): # function (model, batch, taps) -> list of (q, k), for `Tracker(qk=...)`
     "Queries and keys at a stage of every layer that a tap names; ValueError when the model has no such stage."
+    if stage not in ("normalised", "attended"): raise ValueError(f"stage = {stage!r} is none of normalised, attended")
     layout = LAYOUTS[layout] if isinstance(layout, str) else layout
     def qk(model, batch, taps):
         seen, heads = {}, {tap.layer: (len(tap.W_Q.heads), len(tap.W_K.heads)) for tap in taps}

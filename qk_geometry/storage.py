@@ -93,14 +93,17 @@ def local_place(
     where = lambda name: folder / name if folder.is_dir() else folder
     return Place(str(folder), tuple(sorted(p.name for p in folder.iterdir() if p.is_file())) if folder.is_dir() else (folder.name,), read, where)
 
-# %% ../nbs/39_storage.ipynb #ceae52e3
+# %% ../nbs/39_storage.ipynb #8bd0df60
 def hub_place(
     repo, # owner/name
     revision=None, # branch, tag or commit; main when None
 ): # Place, at the resolved commit
-    "A repository of the hub; ValueError when a commit resolves to another one."
+    "A repository of the hub; FileNotFoundError when it has no such revision, ConnectionError when it does not answer, ValueError when a commit resolves to another one."
     from huggingface_hub import HfApi, HfFileSystem, hf_hub_download
-    commit = HfApi().model_info(repo, revision=revision).sha
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+    try: commit = HfApi().model_info(repo, revision=revision).sha
+    except (RepositoryNotFoundError, RevisionNotFoundError): raise FileNotFoundError(f"the hub has no {repo} at {revision or 'main'}, or asks for a login") from None
+    except Exception as error: raise ConnectionError(f"the hub did not answer for {repo} ({type(error).__name__})") from error
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision) and revision != commit: raise ValueError(f"{repo}: commit {revision} was asked for, and {commit} given")
     system = HfFileSystem(skip_instance_cache=True)
     root = f"{repo}@{commit}"

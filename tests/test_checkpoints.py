@@ -250,7 +250,9 @@ def test_a_remote_repository_costs_the_bytes_of_q_and_k(tmp_path, monkeypatch):
             assert sent == qk.traffic.data + qk.traffic.headers and qk.traffic.data <= limit * qk.traffic.wanted
             assert all(COMMITS["step1"] in path for _, path, _ in log if "/resolve/" in path)       # a branch that moves cannot mix two models
         assert not torch.equal(read_qk("lab/llama")[0].W_Q, qk[0].W_Q)
-        with pytest.raises(Exception, match="404|not found|Not Found"): read_qk("lab/llama", revision="step2")
+        with pytest.raises(FileNotFoundError, match="no lab/llama at step2"): read_qk("lab/llama", revision="step2")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(ConnectionError, match="did not answer for lab/llama"): read_qk("lab/llama")
 
 
 def test_a_commit_that_resolves_to_another_is_refused(tmp_path, monkeypatch):
@@ -315,6 +317,7 @@ def test_layers_are_known_by_number_and_never_by_order():
     qk = read_qk(state, layout="llama", n_heads=2)
     assert [(i, qk[i].W_Q[0, 0, 0].item()) for i in qk] == [(i, float(i)) for i in range(12)]
     with pytest.raises(KeyError, match="no layer 12"): qk[12]
+    with pytest.raises(ValueError, match="some projections have a bias"): read_qk({**state, "model.layers.7.self_attn.q_proj.bias": torch.zeros(8)}, layout="llama", n_heads=2)
     del state["model.layers.7.self_attn.k_proj.weight"]
     with pytest.raises(ValueError, match="layer 7 has no tensor layers.7.self_attn.k_proj.weight"): read_qk(state, layout="llama", n_heads=2)
 
@@ -382,7 +385,24 @@ def test_stages_are_what_the_model_used():
         assert q.shape == q1.shape == q2.shape == (4, 4, 20, 8) and k.shape == k1.shape == k2.shape == (4, 2, 20, 8)
         assert torch.allclose(q1.norm(dim=-1), q2.norm(dim=-1), rtol=1e-5) and not torch.allclose(q1, q2) and not torch.allclose(q, q1)
     with pytest.raises(ValueError, match="has no stage 'normalised'"): at_stage("llama", "normalised")(tiny("llama"), TOKENS, layout_taps(tiny("llama"), "llama", 4, 2))
+    with pytest.raises(ValueError, match="none of normalised, attended"): at_stage("gpt2", "projected")
     with pytest.raises(ValueError, match="cannot be told apart"): at_stage("qwen3", "normalised")(model, TOKENS[:, :4], taps)
+
+
+def test_projections_that_lie_in_no_attention_module_are_seen_too():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte, self.h = nn.Embedding(50, 32), nn.ModuleList(nn.Linear(32, 96) for _ in range(2))
+        def forward(self, tokens):
+            x = self.wte(tokens)
+            for c_attn in self.h:
+                q, k, v = (split_heads(t, 4) for t in c_attn(x).chunk(3, -1))
+                x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+            return x
+    model, layout = Bare(), Layout("bare", "h.{}", "h.{}", "blocks")
+    assert prove(read_qk(model.state_dict(), layout=layout, n_heads=4), model, TOKENS).n_layers == 2
+    with pytest.raises(ValueError, match="layout tried: bare"): prove(read_qk(model.state_dict(), layout=dataclasses.replace(layout, split="heads"), n_heads=4), model, TOKENS)
 
 
 def test_nothing_is_left_behind_also_after_a_failure():
