@@ -6,15 +6,28 @@ NOTEBOOKS := $(filter-out nbs/70_benchmarks.ipynb, $(wildcard nbs/*.ipynb nbs/ru
 # Two notebooks run at a time; each taking every core would make both several times slower.
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
-.PHONY: help paper test notebooks bench clean
+.PHONY: help paper pdf explore test notebooks bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-paper: $(VENV)/notebooks.stamp ## run the smoke grid, build the paper from its rows (10 minutes on two cores)
+# The smoke grid shows that the road works on this machine; the paper is built from the largest scale whose rows are stored.
+ifdef SCALE
+paper: $(VENV)/paper.stamp ## run the smoke grid, then build the paper from the largest stored scale; with SCALE=cpu only build, without torch
+	$(BIN)/qk paper --scale $(SCALE)
+else
+paper: $(VENV)/notebooks.stamp
 	$(BIN)/qk grid run grids/smoke/characters.toml --workers 2
 	$(BIN)/qk paper --scale smoke
+	$(BIN)/qk paper
+endif
+
+pdf: $(VENV)/paper.stamp ## print the paper as paper/paper.pdf; needs a Chromium
+	$(BIN)/qk paper $(if $(SCALE),--scale $(SCALE)) --pdf
+
+explore: $(VENV)/notebooks.stamp ## look at the stored rows in a browser
+	$(BIN)/qk explore
 
 test: $(VENV)/dev.stamp ## run every notebook, then the tests
 	$(BIN)/nbdev_test --path nbs --n_workers 2
@@ -31,8 +44,16 @@ bench: $(VENV)/dev.stamp $(VENV)/bench.stamp ## measure the instruments beside t
 	$(BIN)/nbdev_clean --fname nbs/70_benchmarks.ipynb
 
 clean: ## remove what can be made again; results and the work of grid cells stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis paper/paper.html
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis paper/paper.html paper/paper.pdf
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Building the paper from stored rows needs neither torch nor the other packages of the laboratory.
+$(VENV)/paper.stamp: settings.ini setup.py pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import configparser; c = configparser.ConfigParser(); c.read("settings.ini"); print("\n".join(c["DEFAULT"]["paper_requirements"].split()))' > $@.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $@.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
 
 # One install command for everything: nbdev and its parts, installed one after another, resolve to versions that do not fit.
 $(VENV)/%.stamp: settings.ini setup.py pyproject.toml constraints.txt
