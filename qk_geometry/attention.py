@@ -185,12 +185,22 @@ def make(
     try: return cls(config, **chosen) if cls else None
     except ValueError as error: raise ValueError(f"{field} = {spec!r}: {error}") from None
 
-# %% ../nbs/10_attention.ipynb #2f8f9a50
+# %% ../nbs/10_attention.ipynb #a8cf67ac
 class Attention(nn.Module):
     "Base of every variant: what the model around it should be."
     norm = nn.LayerNorm      # d_model -> the norm before this attention, before the MLP and at the end of the model
     positions = "learned"    # "learned": the model adds a table of positions; anything else: this attention knows them itself
     embedding_scale = 1.0    # factor on the token embeddings
+    stores = ()              # what a cache keeps of a position, [batch n_kv_heads pos d_head] each; () for an attention that cannot use one
+    fused = None             # [n_heads * d_head, d_model] W_Q and its factors as one matrix, for inference
+
+    def queries(self, x): # [batch pos n_heads * d_head]
+        "x through `W_Q` and `factors`, or through their product where it is there."
+        return through(x, self.W_Q, self.factors) if self.fused is None else F.linear(x, self.fused)
+
+    def turned(self, x, start=0): # like x
+        "Rotary positions from `start` on, where this attention has them."
+        return rotate(x, self.rope, start) if self.positions == "rope" else x
 
 # %% ../nbs/10_attention.ipynb #52066d7b
 def rotary_table(
@@ -234,7 +244,7 @@ def kv_heads(
     if n_kv_heads < 0 or n_heads % (n_kv_heads or n_heads): raise ValueError(f"n_kv_heads = {n_kv_heads} does not divide n_heads = {n_heads}")
     return n_kv_heads or n_heads
 
-# %% ../nbs/10_attention.ipynb #fee782f6
+# %% ../nbs/10_attention.ipynb #04943167
 @register_attention("qkv")
 class QKVAttention(Attention):
     "Causal multi-head attention with separate W_Q, W_K, W_V, W_O and no biases; ValueError names an option that cannot work."
@@ -254,10 +264,8 @@ class QKVAttention(Attention):
         self.factors = square_factors(query_factors - 1, config)
         if positions == "rope": self.register_buffer("rope", rotary_table(config.n_ctx, d // config.n_heads), persistent=False)
 
-    def turned(self, x, start=0): return rotate(x, self.rope, start) if self.positions == "rope" else x     # [batch head pos d_head]
-
     def forward(self, x, cache=None):                                       # [batch pos d_model]
-        q, k, v = through(x, self.W_Q, self.factors), self.W_K(x), self.W_V(x)
+        q, k, v = self.queries(x), self.W_K(x), self.W_V(x)
         q, k, v = split_heads(q, self.n_heads), split_heads(k, self.n_kv_heads), split_heads(v, self.n_kv_heads)
         start = cache.length if cache else 0
         q, k = self.turned(q, start), self.turned(k, start)
