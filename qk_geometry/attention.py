@@ -185,12 +185,13 @@ def make(
     try: return cls(config, **chosen) if cls else None
     except ValueError as error: raise ValueError(f"{field} = {spec!r}: {error}") from None
 
-# %% ../nbs/10_attention.ipynb #a8cf67ac
+# %% ../nbs/10_attention.ipynb #a5366931
 class Attention(nn.Module):
     "Base of every variant: what the model around it should be."
     norm = nn.LayerNorm      # d_model -> the norm before this attention, before the MLP and at the end of the model
     positions = "learned"    # "learned": the model adds a table of positions; anything else: this attention knows them itself
     embedding_scale = 1.0    # factor on the token embeddings
+    allow_leak = False       # True for one that is known to see the future and is trained to study that; its rows are marked
     stores = ()              # what a cache keeps of a position, [batch n_kv_heads pos d_head] each; () for an attention that cannot use one
     fused = None             # [n_heads * d_head, d_model] W_Q and its factors as one matrix, for inference
 
