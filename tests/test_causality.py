@@ -117,7 +117,7 @@ def build(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"mlp": "none"}, {"dropout": 0.3}], ids=str)
 def test_causal_models_pass(build, attention, options):
     table = assert_causal(build(attention, **options), TOKENS)
-    assert len(table) == 12 and (table.past.dropna() > 0.001).all()
+    assert len(table) == 6 and (table.past > 0.001).all()
 
 
 @pytest.mark.parametrize("attention", [OffByOne, Bilateral, Peek])
@@ -132,7 +132,7 @@ def test_causal_in_one_place_only_is_not_causal(build, attention, where):
     with pytest.raises(ValueError, match=where): assert_causal(build(attention), TOKENS)
 
 
-@pytest.mark.parametrize("attention, finding", [(NotANumber, "nan%"), (Broken, "could not be judged: RuntimeError: no such kernel"), (Constant, "no logit depends on an earlier position")])
+@pytest.mark.parametrize("attention, finding", [(NotANumber, "nan%"), (Broken, "could not be judged: RuntimeError: no such kernel"), (Constant, "depends on no earlier position")])
 def test_the_gate_fails_closed(build, attention, finding):
     with pytest.raises(ValueError, match=finding): assert_causal(build(attention), TOKENS)
 
