@@ -29,7 +29,7 @@ def by_attention(cells): # DataFrame
     "Cells with their kind of attention in the place of the arm, for paired statistics."
     return cells.drop(columns="intervention", errors="ignore").rename(columns={"attention": "intervention"})
 
-# %% ../nbs/53b_systems.ipynb #e88aca50
+# %% ../nbs/53b_systems.ipynb #82ef935a
 def table_keyless(
     rows, # DataFrame of rows
     cells, # DataFrame with `attention`, `seed`, `n_params`
@@ -40,13 +40,13 @@ def table_keyless(
     final = final_values(rows, cells, ("val_loss",)).groupby("attention", sort=False).agg(mean=("val_loss", "mean"), sd=("val_loss", "std"), seeds=("val_loss", "count"), n=("n_params", "first"))
     deltas, lines = paired_deltas(rows, by_attention(cells), ("val_loss",), baseline="qkv").set_index("intervention"), []
     for name, run in final.iterrows():
-        text = [f"`{name}`", f"{run.n:,.0f}", mean_sd(run["mean"], run.sd), f"{run.seeds:.0f}", f"{kept_numbers(name):g} d"]
+        text = [f"`{name}`", f"{run.n:,.0f}", mean_sd(run["mean"], run.sd), f"{run.seeds:.0f}", f"${kept_numbers(name):g}d$"]
         if name == "qkv": lines.append([*text, "", ""])
         else:
             d = deltas.loc[name]
             lines.append([*text, f"{number(d.delta)} ({number(d.low)} to {number(d.high)})", judge(scale, difference(d.low, d.high))])
     for key, (keyless, standard) in read_published(published)["keyless"].items():
-        lines.append([f"published, {PUBLISHED_MODELS[key]}", "", f"perplexity {keyless:.2f}, standard {standard:.2f}", "", "1 d", number(math.log(keyless / standard)), ""])
+        lines.append([f"published, {PUBLISHED_MODELS[key]}", "", f"perplexity {keyless:.2f}, standard {standard:.2f}", "", "$1d$", number(math.log(keyless / standard)), ""])
     columns = {"system": "l", "parameters": "r", "validation loss": "r", "seeds": "r", "kept": "r", "difference to standard (95 %)": "r", "reading": "p{2.2cm}"}
     caption = f"Keyless attention against standard attention: final validation loss in nats per character, mean ± sd over seeds, and paired differences. Scale: {scale}."
     return Table("keyless", caption, columns, lines, "Kept: numbers that a cache holds for each position and layer. The MLP takes up the difference in parameters. Published (arXiv 2606.21848): nats per token, one run each.")
@@ -57,7 +57,7 @@ def kept_numbers(
     "What a cache keeps of a position in one layer."
     return 1.0 if attention.partition(":")[0] == "keyless" else 2.0
 
-# %% ../nbs/53b_systems.ipynb #d22d4b6f
+# %% ../nbs/53b_systems.ipynb #fe67fba4
 def table_geometry(
     rows, # DataFrame of rows
     cells, # DataFrame with `attention`
@@ -66,13 +66,14 @@ def table_geometry(
     "Slopes of the participation ratios of queries and of what stands in the place of keys, and the final entropy, by system."
     slopes = fit_slopes(rows, cells, ("q_pr_cov", "k_pr_cov"), by=("attention",))
     final, lines = final_values(rows, cells, ("attention_entropy",)).groupby("attention")["attention_entropy"], []
-    for name, part in slopes.groupby("attention", sort=False):
-        q, k = part["q_pr_cov"], part["k_pr_cov"]
-        lines.append([f"`{name}`", *(mean_sd(x.mean(), x.std()) for x in (q, k, q - k)), f"{(q > k).sum()} of {len(part)}", number(final.mean()[name], 3), _geometry(scale, q, k)])
+    for name in dict.fromkeys(done(cells)["attention"]):
+        q, k = (slopes.loc[slopes["attention"] == name, c].dropna() for c in ("q_pr_cov", "k_pr_cov"))
+        lines.append([f"`{name}`", *(mean_sd(x.mean(), x.std()) for x in (q, k, q - k)), f"{(q > k).sum()} of {len(q)}", number(final.mean()[name], 3), _geometry(scale, q, k)])
     columns = {"system": "l", "slope of $\\mathrm{PR}_Q$": "r", "slope of $\\mathrm{PR}_K$": "r", "slope of the difference": "r", "layers that part": "r", "entropy": "r", "reading": "p{3cm}"}
     caption = f"Participation ratios per epoch from epoch 1 on, mean ± sd over layers of the seed mean, and final entropy in nats. Scale: {scale}."
     return Table("systems_geometry", caption, columns, lines, "In a keyless layer the values stand in the place of the keys. Layers that part: those in which the ratio of queries rises faster, or falls more slowly, than that of keys.")
 
 def _geometry(scale, q, k):
+    if not len(q): return "not measured"
     word = lambda x: "rise" if x.mean() > 0 else "fall"
     return judge(scale, f"queries {word(q)}, keys {word(k)}")
