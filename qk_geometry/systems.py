@@ -57,7 +57,7 @@ def kept_numbers(
     "What a cache keeps of a position in one layer."
     return 1.0 if attention.partition(":")[0] == "keyless" else 2.0
 
-# %% ../nbs/53b_systems.ipynb #fe67fba4
+# %% ../nbs/53b_systems.ipynb #5cae396b
 def table_geometry(
     rows, # DataFrame of rows
     cells, # DataFrame with `attention`
@@ -71,7 +71,12 @@ def table_geometry(
         lines.append([f"`{name}`", *(mean_sd(x.mean(), x.std()) for x in (q, k, q - k)), f"{(q > k).sum()} of {len(q)}", number(final.mean()[name], 3), _geometry(scale, q, k)])
     columns = {"system": "l", "slope of $\\mathrm{PR}_Q$": "r", "slope of $\\mathrm{PR}_K$": "r", "slope of the difference": "r", "layers that part": "r", "entropy": "r", "reading": "p{3cm}"}
     caption = f"Participation ratios per epoch from epoch 1 on, mean ± sd over layers of the seed mean, and final entropy in nats. Scale: {scale}."
-    return Table("systems_geometry", caption, columns, lines, "In a keyless layer the values stand in the place of the keys. Layers that part: those in which the ratio of queries rises faster, or falls more slowly, than that of keys.")
+    return Table("systems_geometry", caption, columns, lines, _geometry_note(slopes[slopes["attention"] == "qkv"]))
+
+def _geometry_note(standard):
+    note = "In a keyless layer the values stand in the place of the keys. Layers that part: those in which the ratio of queries rises faster, or falls more slowly, than that of keys."
+    parts = (standard["q_pr_cov"] - standard["k_pr_cov"]).mean() > 0
+    return note if parts else f"{note} Standard attention itself does not part in these runs, so they do not show whether the others would."
 
 def _geometry(scale, q, k):
     if not len(q): return "not measured"
