@@ -6,7 +6,7 @@
 __all__ = ['undisturbed', 'as_written', 'capture', 'layer_moments', 'activation_metrics', 'weight_metrics', 'joint_metrics',
            'measure', 'rows', 'one_thread_each', 'Tracker']
 
-# %% ../nbs/21_tracker.ipynb #8aca4971
+# %% ../nbs/21_tracker.ipynb #1c72e7dd
 import contextlib
 import math
 import sys
@@ -222,7 +222,7 @@ def one_thread_each(
         with ThreadPoolExecutor(workers) as pool: return list(pool.map(call, *arguments))
     finally: torch.set_num_threads(workers)
 
-# %% ../nbs/21_tracker.ipynb #eff5fd76
+# %% ../nbs/21_tracker.ipynb #c2949288
 class Tracker:
     "Snapshots of a model on one fixed probe batch."
     def __init__(self,
@@ -245,7 +245,7 @@ class Tracker:
                  **keys # epoch, tokens, cell of the rows
                 ): # DataFrame, see `rows`
         "Measure every layer and head now; the model is left as it was."
-        caught = capture(self.model, self.probe_batch, self.taps)
+        caught = self.qk(self.model, self.probe_batch, self.taps)
         layers = one_thread_each(lambda tap, qk: measure(*qk, tap.W_Q.map, tap.W_K.map, self.n_boot), self.taps, caught)
         layers = [(a | (layer[i] if layer else {}), b) for i, (a, b) in enumerate(layers)]
         return rows(layers, step, model=model, numbers=[tap.layer for tap in self.taps], **keys)
