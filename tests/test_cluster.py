@@ -16,8 +16,8 @@ def cluster():
     "A head without processors and two machines with one each, told apart by loopback addresses. Ray takes 127.0.0.1 for another name of the machine, so none of them is that."
     quiet_ray()
     from ray.cluster_utils import Cluster
-    node = lambda n, **more: {"node_ip_address": f"127.0.0.{n}", "object_store_memory": 80 * 2**20, **more}
-    cluster = Cluster(initialize_head=True, head_node_args=node(2, num_cpus=0, include_dashboard=False))
+    node = lambda n, **more: {"node_ip_address": f"127.0.0.{n}", "object_store_memory": 80 * 2**20, "include_log_monitor": False, **more}
+    cluster = Cluster(initialize_head=True, head_node_args=node(2, num_cpus=0, include_dashboard=False, no_monitor=True))
     cluster.machines = [cluster.add_node(**node(n, num_cpus=1)) for n in (3, 4)]
     yield cluster
     cluster.shutdown()
@@ -33,7 +33,7 @@ def lose_one(jobs, workers, environment, cluster, **options):
 
 def test_a_machine_is_lost_and_the_rows_are_those_of_one_machine(tmp_path, cluster):
     text = GRID.replace("[0.1, 0.2]", "[0.1]").replace("[7, 37]", "[7, 37, 42]")
-    body = TRAINING.replace("epochs=12", "epochs=60")
+    body = TRAINING.replace("epochs=12", "epochs=40")
     far, near = Grid.load(make_grid(tmp_path / "far", text, body)), Grid.load(make_grid(tmp_path / "near", text, body))
     assert run_grid(far, None, engine=partial(lose_one, cluster=cluster)) == {} and len(cluster.machines) == 1
     assert run_grid(near, 2) == {}
