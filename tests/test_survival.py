@@ -3,13 +3,13 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
-from pathlib import Path
 
 import pandas as pd
 import psutil
 import pytest
-from toy import GRID, TRAINING, Runner, make_grid, qk, wait_for
+from toy import BODY, GRID, TRAINING, Runner, make_grid, qk, wait_for
 
 from qk_geometry import runner as running
 from qk_geometry.columns import write_rows
@@ -98,7 +98,6 @@ def test_a_full_disk(tmp_path, small_disk):
 
 
 def test_a_disk_that_fills_up_while_a_result_is_written(tmp_path, monkeypatch):
-    from toy import BODY
     full = "import errno, os\ndef fsync(f): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\nos.fsync = fsync\n"
     grid = Grid.load(make_grid(tmp_path, GRID.replace("[0.1, 0.2]", "[0.1]").replace("[7, 37]", "[7]"), full + BODY))
     text, = run_grid(grid).values()
@@ -139,7 +138,7 @@ def test_two_take_over_one_lock_and_one_of_them_gets_it(tmp_path):
         (folder / "lock.3").write_text('{"host": "gone", "machine": "gone", "pid": 1, "started": 0, "token": "x"}')
         os.utime(folder / "lock.3", (time.time() - 3600,) * 2)
     start = str(time.time() + 3)
-    contenders = [subprocess.Popen([os.sys.executable, "-c", claim, tmp_path / str(n), start], stdout=subprocess.PIPE, text=True) for n in range(3) for _ in range(3)]
+    contenders = [subprocess.Popen([sys.executable, "-c", claim, tmp_path / str(n), start], stdout=subprocess.PIPE, text=True) for n in range(3) for _ in range(3)]
     answers = [p.communicate(timeout=60)[0] for p in contenders]
     assert [sum(map(bool, answers[3 * n:3 * n + 3])) for n in range(3)] == [1, 1, 1]
 
