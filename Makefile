@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NOTEBOOKS := $(filter-out nbs/70_benchmarks.ipynb, $(wildcard nbs/*.ipynb nbs/runs/*.ipynb))
+NOTEBOOKS := $(filter-out nbs/7%.ipynb nbs/runs/explore.ipynb, $(wildcard nbs/*.ipynb nbs/runs/*.ipynb))
 # Two notebooks run at a time; each taking every core would make both several times slower.
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
