@@ -185,7 +185,7 @@ def make(
     try: return cls(config, **chosen) if cls else None
     except ValueError as error: raise ValueError(f"{field} = {spec!r}: {error}") from None
 
-# %% ../nbs/10_attention.ipynb #a5366931
+# %% ../nbs/10_attention.ipynb #98dd2323
 class Attention(nn.Module):
     "Base of every variant: what the model around it should be."
     norm = nn.LayerNorm      # d_model -> the norm before this attention, before the MLP and at the end of the model
@@ -193,6 +193,7 @@ class Attention(nn.Module):
     embedding_scale = 1.0    # factor on the token embeddings
     allow_leak = False       # True for one that is known to see the future and is trained to study that; its rows are marked
     stores = ()              # what a cache keeps of a position, [batch n_kv_heads pos d_head] each; () for an attention that cannot use one
+    sdpa = staticmethod(F.scaled_dot_product_attention)    # a stack of models puts a kernel of its own here
     fused = None             # [n_heads * d_head, d_model] W_Q and its factors as one matrix, for inference
 
     def queries(self, x): # [batch pos n_heads * d_head]
@@ -225,17 +226,18 @@ def rotate(
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-# %% ../nbs/10_attention.ipynb #76c512de
+# %% ../nbs/10_attention.ipynb #42609186
 def attend(
     q, # [batch n_heads pos d_head], the last positions
     k, # [batch n_kv_heads key_pos d_head]
     v, # [batch n_kv_heads key_pos d_head]
     dropout=0.0, # probability of dropping an attention weight
+    sdpa=F.scaled_dot_product_attention, # the kernel
 ): # z [batch n_heads pos d_head]
     "Causal attention; the queries belong to the last of the key positions."
     n, T = q.shape[-2], k.shape[-2]
     mask = None if n in (1, T) else torch.ones(n, T, dtype=torch.bool, device=q.device).tril(T - n)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=n == T, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1])
+    return sdpa(q, k, v, attn_mask=mask, is_causal=n == T, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1])
 
 def kv_heads(
     n_kv_heads, # 0 for as many as query heads
@@ -245,7 +247,7 @@ def kv_heads(
     if n_kv_heads < 0 or n_heads % (n_kv_heads or n_heads): raise ValueError(f"n_kv_heads = {n_kv_heads} does not divide n_heads = {n_heads}")
     return n_kv_heads or n_heads
 
-# %% ../nbs/10_attention.ipynb #04943167
+# %% ../nbs/10_attention.ipynb #9acf74f3
 @register_attention("qkv")
 class QKVAttention(Attention):
     "Causal multi-head attention with separate W_Q, W_K, W_V, W_O and no biases; ValueError names an option that cannot work."
@@ -271,7 +273,7 @@ class QKVAttention(Attention):
         start = cache.length if cache else 0
         q, k = self.turned(q, start), self.turned(k, start)
         if cache: k, v = cache.extend(k, v)
-        z = attend(q, k, v, self.dropout if self.training else 0.0)
+        z = attend(q, k, v, self.dropout if self.training else 0.0, self.sdpa)
         return self.W_O(z.transpose(1, 2).flatten(-2))                      # [batch pos d_model]
 
     def tap(self, layer): return linear_tap(layer, self.W_Q, self.W_K, self.n_heads, self.n_kv_heads, self.factors, self.turned)

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SUFFIXES', 'WIKITEXT', 'UNKNOWN', 'write_atomic', 'builtin_text', 'read_text', 'split_files', 'read_splits', 'cut',
            'cache_folder', 'prepare_wikitext', 'vocabulary', 'encode', 'CharCorpus', 'corpus_path', 'refuse_strangers',
-           'batch', 'windows']
+           'batch_starts', 'batch', 'windows']
 
-# %% ../nbs/00_data.ipynb #4e8212a2
+# %% ../nbs/00_data.ipynb #08adba33
 import gzip
 import hashlib
 import os
@@ -233,7 +233,21 @@ def _length(corpus, split, n_ctx):
     if n <= n_ctx: raise ValueError(f"n_ctx = {n_ctx} needs {n_ctx + 1} characters; the {split} split of {corpus.name} has {n}")
     return n
 
-# %% ../nbs/00_data.ipynb #72b46f7b
+# %% ../nbs/00_data.ipynb #1c4d1953
+def batch_starts(
+    corpus, # CharCorpus
+    step, # optimizer step, 0 or more
+    batch_size, # windows
+    n_ctx, # characters a window
+    seed, # data seed
+    split="train", # which split
+): # [batch_size] int64, where the windows of the step begin
+    "Places of the windows of one step; who keeps the text elsewhere gathers them there."
+    n = _length(corpus, split, n_ctx)
+    rng = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step]))
+    return rng.integers(0, n - n_ctx, batch_size)
+
+# %% ../nbs/00_data.ipynb #a1477078
 def batch(
     corpus, # CharCorpus
     step, # optimizer step, 0 or more
@@ -243,9 +257,8 @@ def batch(
     split="train", # which split
 ): # inputs and targets, each [batch_size n_ctx] int64
     "The windows of one step: a pure function of seed and step."
-    n = _length(corpus, split, n_ctx)
-    rng = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step]))
-    return _take(corpus.splits[split], rng.integers(0, n - n_ctx, batch_size), n_ctx)
+    starts = batch_starts(corpus, step, batch_size, n_ctx, seed, split)
+    return _take(corpus.splits[split], starts, n_ctx)
 
 # %% ../nbs/00_data.ipynb #b2b907ac
 def windows(

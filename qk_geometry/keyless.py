@@ -12,7 +12,7 @@ from torch import nn
 
 from .attention import Attention, attend, kv_heads, linear_tap, register_attention, rotary_table, split_heads, square_factors
 
-# %% ../nbs/10a_keyless.ipynb #4e13561a
+# %% ../nbs/10a_keyless.ipynb #e479a36d
 @register_attention("keyless")
 class KeylessAttention(Attention):
     "Causal attention whose queries meet the values themselves; ValueError names an option that cannot work. arXiv 2606.21848"
@@ -38,7 +38,7 @@ class KeylessAttention(Attention):
         q, v = split_heads(self.queries(x), self.n_heads), split_heads(self.W_V(x), self.n_kv_heads)
         q = self.turned(q, cache.length if cache else 0)
         if cache: v, = cache.extend(v)
-        z = attend(q, self.turned(v), v, self.dropout if self.training else 0.0)
+        z = attend(q, self.turned(v), v, self.dropout if self.training else 0.0, self.sdpa)
         return self.W_O(z.transpose(1, 2).flatten(-2))                      # [batch pos d_model]
 
     def tap(self, layer): return linear_tap(layer, self.W_Q, self.W_V, self.n_heads, self.n_kv_heads, self.factors, self.turned)

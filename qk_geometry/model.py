@@ -100,7 +100,7 @@ class Block(nn.Module):
         x = x + (self.attention(h) if cache is None else self.attention(h, cache))
         return x if self.mlp is None else x + self.mlp(self.norm_mlp(x))
 
-# %% ../nbs/11_model.ipynb #8ed8b8fe
+# %% ../nbs/11_model.ipynb #3a3bf851
 class GPT(nn.Module):
     "Decoder over characters: embeddings, blocks, final norm, output head tied to the embedding."
     def __init__(self,
@@ -140,7 +140,7 @@ class GPT(nn.Module):
                ): # logits [batch pos d_vocab], or the mean loss in nats per character when targets are given
         "Logits, or the loss against `targets`."
         logits = self.read(self.residual(tokens))
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten())
 
     def taps(self): return [block.attention.tap(i) for i, block in enumerate(self.blocks)]
 

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['TrainConfig', 'validate', 'model_config', 'learning_rate', 'snapshot_steps', 'Callback', 'Run', 'passes_gate',
-           'marked', 'make_optimizer', 'autocast', 'evaluate', 'training_step', 'take_snapshot', 'save_checkpoint',
-           'load_checkpoint', 'repeatable', 'train', 'summary', 'device_name']
+           'marked', 'make_optimizer', 'adamw', 'set_learning_rate', 'autocast', 'evaluate', 'update', 'sees_gradients',
+           'training_step', 'projections', 'watched', 'moved', 'take_snapshot', 'save_checkpoint', 'load_checkpoint',
+           'repeatable', 'train', 'summary', 'device_name']
 
-# %% ../nbs/30_train.ipynb #22f82ad8
+# %% ../nbs/30_train.ipynb #e55e9c0b
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -26,12 +28,13 @@ from tqdm import tqdm
 from . import __version__, data
 from .causality import assert_causal
 from .data import CharCorpus, write_atomic
+from .device import Feed, Replayed, arithmetic
 from .init import INITS, SUPPORTS, init_qk
 from .model import GPT, GPTConfig
 from .presence import Pulse
 from .tracker import Tracker, undisturbed
 
-# %% ../nbs/30_train.ipynb #db8cd6d5
+# %% ../nbs/30_train.ipynb #8ce0c5e5
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     "Everything that decides a run."
@@ -62,7 +65,7 @@ class TrainConfig:
     n_probe: int = 16                # windows of the probe batch
     device: str = "cpu"              # cpu, cuda, cuda:1, mps
     precision: str = "float32"       # float32, or bf16 autocast
-    compile: bool = False            # torch.compile the training step's forward
+    compile: bool = False            # torch.compile the training step's forward, and replay the step as one graph on a GPU
     threads: int = 1                 # CPU threads; results are bitwise repeatable for a fixed number
 
 # %% ../nbs/30_train.ipynb #4607837b
@@ -126,7 +129,7 @@ class Callback:
     def state_dict(self): return {}
     def load_state_dict(self, state): "Take back what `state_dict` gave."
 
-# %% ../nbs/30_train.ipynb #e92b31ad
+# %% ../nbs/30_train.ipynb #8ba080f5
 class Run:
     "Model, optimizer, data and rows of one training run."
     def __init__(self,
@@ -144,11 +147,24 @@ class Run:
         self.model = init_qk(GPT(model_config(config, len(self.corpus.chars)), config.seed), config.init, config.seed, config.support).to(config.device)
         self.forward = torch.compile(self.model) if config.compile else self.model
         self.optimizer = make_optimizer(self.model, config)
+        self.update = functools.partial(update, self)
+        if config.compile and not any(map(sees_gradients, self.callbacks)): self.update = Replayed(self.update, config.device)
         self.tracker = Tracker(self.model, self.windows["probe"][0])
         self.tables, self.last, self.seconds = [], {}, 0.0
         self.leaky = not passes_gate(self.model, self.windows["probe"][0][:1], allow_leak)
 
     def on_device(self, arrays): return tuple(torch.from_numpy(a).to(self.config.device, non_blocking=True) for a in arrays)
+
+    @functools.cached_property
+    def feed(self): # Feed
+        "The training text on the device."
+        return Feed(self.corpus, [self.config.seed], self.config.batch_size, self.config.n_ctx, self.config.device)
+
+    def batch(self): # inputs and targets of the next step, each [batch_size n_ctx]
+        "From the mapped file on a CPU, gathered on the device elsewhere: the same windows."
+        config = self.config
+        if torch.device(config.device).type == "cpu": return self.on_device(data.batch(self.corpus, self.step, config.batch_size, config.n_ctx, config.seed))
+        return tuple(part[0] for part in self.feed(self.step))
 
     @property
     def rows(self): # DataFrame of all snapshots so far
@@ -177,17 +193,35 @@ def marked(
     "`leaky` in place of `ok`, and before any other reason."
     return status.map(lambda s: "leaky" if s == "ok" else f"leaky; {s}") if leaky else status
 
-# %% ../nbs/30_train.ipynb #62021bd4
+# %% ../nbs/30_train.ipynb #f5ab5f93
 def make_optimizer(
     model, # module
     config, # TrainConfig
 ): # torch.optim.AdamW
     "AdamW; weight decay on matrices only, one fused kernel where the device has it."
-    matrices, others = ([p for p in model.parameters() if (p.dim() >= 2) == flag] for flag in (True, False))
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    fused = torch.device(config.device).type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)
+    return adamw(*([p for p in model.parameters() if (p.dim() >= 2) == flag] for flag in (True, False)), config)
 
+def adamw(
+    matrices, # list of parameters that decay
+    others, # list of parameters that do not
+    config, # TrainConfig
+): # torch.optim.AdamW
+    "The optimizer of every run; on a GPU its learning rate and its count of steps lie there."
+    groups, device = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}], torch.device(config.device)
+    on_gpu = device.type == "cuda"
+    lr = torch.tensor(config.lr, device=device) if on_gpu else config.lr
+    return torch.optim.AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), fused=device.type in ("cpu", "cuda"), capturable=on_gpu)
+
+def set_learning_rate(
+    optimizer, # torch optimizer
+    value, # learning rate of the next step
+): # None
+    "Write a learning rate where the optimizer keeps it: a number, or a tensor on the device."
+    for group in optimizer.param_groups:
+        if torch.is_tensor(group["lr"]): group["lr"].fill_(value)
+        else: group["lr"] = value
+
+# %% ../nbs/30_train.ipynb #afa09cab
 def autocast(config):
     "Mixed precision of the forward pass, when asked for."
     return torch.autocast(torch.device(config.device).type, torch.bfloat16, enabled=config.precision == "bf16")
@@ -203,44 +237,71 @@ def evaluate(
         total = sum(run.model(x[i:i + size], y[i:i + size]).double() * len(x[i:i + size]) for i in range(0, len(x), size))
     return (total / len(x)).item()
 
-# %% ../nbs/30_train.ipynb #946bcd6f
-def training_step(
+# %% ../nbs/30_train.ipynb #673f130d
+def update(
     run, # Run
-    watch=False, # record gradient norms and updates of this step for the snapshot
-): # None; the run has moved one step
-    "Batch, loss, gradients, clip, update."
-    config = run.config
-    x, y = run.on_device(data.batch(run.corpus, run.step, config.batch_size, config.n_ctx, config.seed))
-    for group in run.optimizer.param_groups: group["lr"] = learning_rate(run.step, config)
-    with autocast(config): loss = predicted = run.forward(x, y)
-    run.loss = predicted.detach()
+    x, # [batch_size n_ctx] inputs
+    y, # [batch_size n_ctx] targets
+    look=None, # called when the gradients are there, not yet clipped
+): # loss and gradient norm, tensors
+    "Loss, gradients, clip, optimizer: what happens on the device in one step."
+    with autocast(run.config): loss = predicted = run.forward(x, y)
     for callback in run.callbacks:
         if (replaced := callback.on_loss(run, loss)) is not None: loss = replaced
     run.optimizer.zero_grad()
     loss.backward()
     for callback in run.callbacks: callback.on_backward(run)
-    before = _watched(run) if watch else None
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip)
+    if look: look()
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.grad_clip)
     run.optimizer.step()
+    return predicted.detach(), norm
+
+def sees_gradients(
+    callback # Callback
+): # bool
+    "Whether a callback acts inside the step, and not only around it."
+    return any(getattr(type(callback), name) is not getattr(Callback, name) for name in ("on_loss", "on_backward"))
+
+# %% ../nbs/30_train.ipynb #e9f791ac
+def training_step(
+    run, # Run
+    watch=False, # record gradient norms and updates of this step for the snapshot
+): # None; the run has moved one step
+    "Take the batch and the learning rate of the step, and update."
+    before, lr = [], learning_rate(run.step, run.config)
+    x, y = run.batch()
+    set_learning_rate(run.optimizer, lr)
+    if watch: run.loss, norm = update(run, x, y, lambda: before.extend(watched(run)))
+    else: run.loss, norm = run.update(x, y)
     run.step += 1
     for callback in run.callbacks: callback.on_step(run)
-    if watch: run.last = _moved(run, before) | {"train_loss": predicted.item(), "grad_norm": norm.item(), "learning_rate": run.optimizer.param_groups[0]["lr"]}
+    if watch: run.last = moved(run, before, train_loss=run.loss.item(), grad_norm=norm.item(), learning_rate=lr)
 
-# %% ../nbs/30_train.ipynb #d0e3ec51
-def _projections(run): return [{"W_Q": tap.W_Q, "W_K": tap.W_K} for tap in run.tracker.taps]
+# %% ../nbs/30_train.ipynb #053cd42c
+def projections(run): # list of dicts, one a layer
+    "W_Q and W_K of every layer."
+    return [{"W_Q": tap.W_Q, "W_K": tap.W_K} for tap in run.tracker.taps]
 
-def _watched(run):
+def watched(
+    run # Run, with gradients
+): # list of dicts, one a layer: name -> gradient norm, weights
+    "What must be noted of W_Q and W_K before the optimizer moves them."
     norm = lambda w: math.nan if w.grad is None else w.grad.norm().item()
-    return [{name: (norm(w), w.heads.clone()) for name, w in layer.items()} for layer in _projections(run)]
+    return [{name: (norm(w), w.heads.clone()) for name, w in layer.items()} for layer in projections(run)]
 
-def _moved(run, before):
+def moved(
+    run, # Run, after the step
+    before, # what `watched` gave
+    **model # model-level values of the step
+): # dict of model-level values, and `layers`, a list of dicts
+    "Gradient norms and relative updates of the last step, for the rows."
     layers = []
-    for old, new in zip(before, _projections(run)):
+    for old, new in zip(before, projections(run)):
         layer = {}
         for name, (grad_norm, heads) in old.items():
             layer |= {f"{name}_grad_norm": grad_norm, f"{name}_update_ratio": ((new[name].heads - heads).norm() / heads.norm()).item()}
         layers.append(layer)
-    return {"layers": layers}
+    return {"layers": layers} | model
 
 # %% ../nbs/30_train.ipynb #7c1b9f77
 def take_snapshot(
@@ -315,7 +376,7 @@ def repeatable(
             yield
     finally: torch.set_num_threads(threads)
 
-# %% ../nbs/30_train.ipynb #8b492e52
+# %% ../nbs/30_train.ipynb #99c90d43
 def train(
     config, # TrainConfig
     corpus=None, # CharCorpus; loaded from the configuration when None
@@ -346,7 +407,7 @@ def train(
         for callback in run.callbacks: callback.on_end(run)
     return run
 
-# %% ../nbs/30_train.ipynb #957f7611
+# %% ../nbs/30_train.ipynb #8e685b32
 def summary(
     run # Run
 ): # dict of plain values
@@ -356,7 +417,7 @@ def summary(
     return {"val_loss": float(final["val_loss"]), "train_loss": float(final["train_loss"]), "seconds": round(run.seconds, 2),
             "tokens_per_second": round(tokens / run.seconds) if run.seconds else None, "n_params": sum(p.numel() for p in run.model.parameters()),
             "d_vocab": len(run.corpus.chars), "corpus_label": run.corpus.label, "corpus_sha256": run.corpus.sha256, "version": __version__,
-            "torch": torch.__version__, "device": device_name(run.config.device)} | ({"leaky": True} if run.leaky else {})
+            "torch": torch.__version__, "device": device_name(run.config.device)} | arithmetic(run.config.device) | ({"leaky": True} if run.leaky else {})
 
 def device_name(
     device # as given to torch

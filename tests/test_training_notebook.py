@@ -17,7 +17,7 @@ NOTEBOOK = ROOT / "nbs/runs/train.ipynb"
 
 def test_parameters_are_the_fields_of_the_configuration():
     fields_of_config = {f.name: (type(f.default), f.default) for f in fields(InterventionConfig)}
-    assert notebook_parameters(NOTEBOOK) == fields_of_config | {"cell": (str, ""), "out": (str, "")}
+    assert notebook_parameters(NOTEBOOK) == fields_of_config | {name: (str, "") for name in ("cell", "out", "members")}
 
 
 def test_the_grids_of_the_study_are_what_the_methods_say(tmp_path):
