@@ -11,7 +11,6 @@ __all__ = ['PAPER', 'GRID', 'wait', 'timed', 'matrix_rate', 'operations_per_toke
 import argparse
 import dataclasses
 import gc
-import importlib
 import json
 import statistics
 import time
