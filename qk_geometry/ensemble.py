@@ -27,7 +27,7 @@ from .data import CharCorpus
 from .device import Feed, Replayed
 from .presence import Pulse
 from .train import (Run, adamw, autocast, learning_rate, load_checkpoint, moved, repeatable, save_checkpoint, sees_gradients, set_learning_rate,
-                               snapshot_steps, take_snapshot, train, training_step, validate, watched)
+                               snapshot_steps, take_snapshot, train, validate, watched)
 
 # %% ../nbs/32_ensemble.ipynb #17cc0285
 class FoldedAttention(torch.autograd.Function):

@@ -273,7 +273,8 @@ def main(
     print(f"{device_name(config.device)}, torch {torch.__version__}; {corpus.label}, read in {time.monotonic() - start:.0f} s", flush=True)
     if asked.measure:
         measure_all(asked.out, corpus, config, asked.members, until(asked.measure))
-        print("a snapshot of one member: " + ", ".join(f"{t:.2f} s" for t in look_cost(corpus, config)), flush=True)
+        try: print("a snapshot of one member: " + ", ".join(f"{t:.2f} s" for t in look_cost(corpus, config)), flush=True)
+        except Exception as error: print(f"no snapshot: {real_error(error)}", flush=True)
     progress = train_grid(grid, corpus, asked.stack, until(1.0))
     print(f"{sum(map(is_done, grid.cells()))} of {len(grid.cells())} cells done; {len(progress)} worked on; {time.monotonic() - start:.0f} s in all", flush=True)
 
