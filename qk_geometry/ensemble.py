@@ -7,7 +7,7 @@ __all__ = ['ALONE', 'FoldedAttention', 'folded_attention', 'flat', 'view', 'chec
            'share_memory', 'update_all', 'steered', 'ensemble_step', 'checkpoints', 'restore', 'save_all',
            'train_ensemble', 'finish']
 
-# %% ../nbs/32_ensemble.ipynb #23005748
+# %% ../nbs/32_ensemble.ipynb #2b3938a9
 import contextlib
 import copy
 import dataclasses
