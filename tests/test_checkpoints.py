@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hub import COMMITS, hub
+from hub import redirect, serve
 from torch import nn
 
 from qk_geometry.attention import split_heads
@@ -236,19 +236,18 @@ def test_files_give_what_the_model_holds_and_only_q_and_k_are_read(family, tmp_p
 
 def test_a_remote_repository_costs_the_bytes_of_q_and_k(tmp_path, monkeypatch):
     import huggingface_hub.constants
-    for revision, commit in COMMITS.items():
-        for family in ("llama", "gpt_neox", "gpt2"): save(tiny(family, d_head=32, seed=len(revision)), tmp_path / "lab" / family / commit, **({"max_shard_size": "60KB"} if family == "llama" else {}))
-    with hub(tmp_path) as (address, log):
-        for module in (huggingface_hub.constants, huggingface_hub.hf_api.constants): monkeypatch.setattr(module, "ENDPOINT", address)
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    for revision in ("step1", "main"):
+        for family in ("llama", "gpt_neox", "gpt2"): save(tiny(family, d_head=32, seed=len(revision)), tmp_path / "lab" / family / revision, **({"max_shard_size": "60KB"} if family == "llama" else {}))
+    with serve(tmp_path) as (address, hub):
+        redirect(monkeypatch, address, tmp_path / "cache")
         for family, limit in (("llama", 1.1), ("gpt_neox", 1.1), ("gpt2", 1.5)):
-            del log[:]
-            qk = read_qk(f"lab/{family}", revision="step1")
-            here = read_qk(tmp_path / "lab" / family / COMMITS["step1"])
-            assert qk.commit == COMMITS["step1"] and all(torch.equal(a.W_Q, b.W_Q) and torch.equal(a.W_K, b.W_K) for a, b in zip(qk.values(), here.values()))
-            sent = sum(n for method, path, n in log if method == "GET" and path.split("?")[0].endswith(".safetensors"))
+            hub.requests.clear(), hub.bytes.clear()
+            qk, commit = read_qk(f"lab/{family}", revision="step1"), hub.find(f"lab/{family}", "step1")[0]
+            here = read_qk(tmp_path / "lab" / family / "step1")
+            assert qk.commit == commit and all(torch.equal(a.W_Q, b.W_Q) and torch.equal(a.W_K, b.W_K) for a, b in zip(qk.values(), here.values()))
+            sent = sum(n for name, n in hub.bytes.items() if name.endswith(".safetensors"))
             assert sent == qk.traffic.data + qk.traffic.headers and qk.traffic.data <= limit * qk.traffic.wanted
-            assert all(COMMITS["step1"] in path for _, path, _ in log if "/resolve/" in path)       # a branch that moves cannot mix two models
+            assert all(commit in r for r in hub.requests if "/resolve/" in r)               # a branch that moves cannot mix two models
         assert not torch.equal(read_qk("lab/llama")[0].W_Q, qk[0].W_Q)
         with pytest.raises(FileNotFoundError, match="no lab/llama at step2"): read_qk("lab/llama", revision="step2")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
@@ -256,12 +255,13 @@ def test_a_remote_repository_costs_the_bytes_of_q_and_k(tmp_path, monkeypatch):
 
 
 def test_a_commit_that_resolves_to_another_is_refused(tmp_path, monkeypatch):
-    import huggingface_hub.constants
     asked = "c" * 40
-    save(tiny("llama"), tmp_path / "lab" / "llama" / COMMITS["main"])
-    with hub(tmp_path, COMMITS | {asked: COMMITS["main"]}) as (address, log):
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
-        with pytest.raises(ValueError, match=f"commit {asked} was asked for, and {COMMITS['main']} given"): read_qk("lab/llama", revision=asked)
+    save(tiny("llama"), tmp_path / "lab" / "llama" / "main")
+    with serve(tmp_path) as (address, hub):
+        redirect(monkeypatch, address, tmp_path / "cache")
+        given, find = hub.find("lab/llama", "main")[0], hub.find
+        monkeypatch.setattr(hub, "find", lambda repo, revision: find(repo, "main" if revision == asked else revision))
+        with pytest.raises(ValueError, match=f"commit {asked} was asked for, and {given} given"): read_qk("lab/llama", revision=asked)
 
 
 def edit(path, change):
