@@ -243,7 +243,7 @@ def identity(
     "The commit, or a hash of the hashes of its weights: what was really read under a name."
     return revision.commit or hashlib.sha256("".join(digest for digest, _ in revision.weights.values()).encode()).hexdigest()[:40]
 
-# %% ../nbs/42_probes.ipynb #9e1f289b
+# %% ../nbs/42_probes.ipynb #0c721c79
 def remembered(
     config, # ProbeConfig
     source, # folder or owner/name
@@ -254,7 +254,7 @@ def remembered(
 ): # rows, record
     "The outcome of a revision, measured now or taken from an earlier run that was interrupted."
     if not out: return probe_revision(config, source, revision, text, cell)
-    place = Path(out) / "revisions" / re.sub(r"[^\w.-]", "_", revision.name)
+    place = Path(out) / "revisions" / (re.sub(r"[^\w.-]", "_", revision.name).strip(".") or "model")
     record_file, rows_file = place.with_name(place.name + ".json"), place.with_name(place.name + ".parquet")
     if record_file.is_file() and rows_file.is_file():
         record = json.loads(record_file.read_text())
