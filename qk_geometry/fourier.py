@@ -83,7 +83,7 @@ def start_frequencies(
     if n_ctx < 16: raise ValueError(f"n_ctx = {n_ctx} is too short for a frequency at bin 4; 16 is needed")
     return torch.logspace(math.log10(4), math.log10(n_ctx / 4), count) if count > 1 else torch.tensor([4.0])
 
-# %% ../nbs/10b_fourier.ipynb #e9c2a724
+# %% ../nbs/10b_fourier.ipynb #a8498343
 @register_attention("fourier")
 class FourierAttention(QKVAttention):
     "Attention whose queries and keys are filtered before they meet; ValueError names an option that cannot work."
@@ -93,10 +93,12 @@ class FourierAttention(QKVAttention):
                  filter: Literal["random", "gaussian", "orthogonal", "nonorthogonal", "causal_gaussian", "mexican_hat", "morlet"] = "gaussian",
                  count: int = 1, # learned frequencies a head; their logits are averaged
                  filter_seed: int = 0, # of what is drawn once and stays fixed
+                 allow_leak: bool = False, # train although later positions are read; rows are marked
                 ):
         super().__init__(config)
         if count < 1: raise ValueError(f"count = {count} must be at least 1")
-        self.filter, self.count, self.n_ctx, self.learned = filter, count, config.n_ctx, filter == "gaussian" or filter in CAUSAL
+        self.filter, self.count, self.n_ctx, self.allow_leak = filter, count, config.n_ctx, allow_leak
+        self.learned = filter == "gaussian" or filter in CAUSAL
         if not self.learned and count > 1: raise ValueError(f"count = {count}: a {filter} filter has no frequencies")
         if self.learned: self.log_f = nn.Parameter(start_frequencies(count, config.n_ctx).log().repeat(self.n_heads))
         elif filter == "random":

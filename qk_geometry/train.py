@@ -4,18 +4,21 @@
 
 # %% auto #0
 __all__ = ['TrainConfig', 'validate', 'model_config', 'learning_rate', 'snapshot_steps', 'Callback', 'Run', 'passes_gate',
-           'marked', 'make_optimizer', 'adamw', 'set_learning_rate', 'autocast', 'evaluate', 'update', 'sees_gradients',
-           'training_step', 'projections', 'watched', 'moved', 'take_snapshot', 'save_checkpoint', 'load_checkpoint',
-           'repeatable', 'train', 'summary', 'device_name']
+           'marked', 'Both', 'make_optimizer', 'has_muon', 'adamw', 'set_learning_rate', 'autocast', 'evaluate',
+           'update', 'sees_gradients', 'training_step', 'projections', 'watched', 'moved', 'take_snapshot',
+           'save_checkpoint', 'load_checkpoint', 'repeatable', 'train', 'summary', 'device_name']
 
-# %% ../nbs/30_train.ipynb #e55e9c0b
+# %% ../nbs/30_train.ipynb #f675f337
+import collections
 import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +28,7 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from . import __version__, data
+from . import __version__, data, san  # san registers its attention and its MLP
 from .causality import assert_causal
 from .data import CharCorpus, write_atomic
 from .device import Feed, Replayed, arithmetic
@@ -34,7 +37,7 @@ from .model import GPT, GPTConfig
 from .presence import Pulse
 from .tracker import Tracker, undisturbed
 
-# %% ../nbs/30_train.ipynb #8ce0c5e5
+# %% ../nbs/30_train.ipynb #e66d7bdd
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     "Everything that decides a run."
@@ -67,8 +70,10 @@ class TrainConfig:
     precision: str = "float32"       # float32, or bf16 autocast
     compile: bool = False            # torch.compile the training step's forward, and replay the step as one graph on a GPU
     threads: int = 1                 # CPU threads; results are bitwise repeatable for a fixed number
+    muon: str = "none"               # matrices that Muon steps instead of AdamW: none, blocks (all inside blocks)
+    muon_momentum: float = 0.95
 
-# %% ../nbs/30_train.ipynb #4607837b
+# %% ../nbs/30_train.ipynb #92b51727
 _POSITIVE = ("min_count epochs steps_per_epoch batch_size lr grad_clip n_eval n_probe threads").split()
 
 def validate(
@@ -84,9 +89,9 @@ def validate(
         if not 0 < getattr(config, name) < math.inf: raise ValueError(f"{name} = {getattr(config, name)} must be positive")
     for name in ("n_chars", "seed", "warmup_steps", "weight_decay"):
         if not 0 <= getattr(config, name) < math.inf: raise ValueError(f"{name} = {getattr(config, name)} must not be negative")
-    for name in ("lr_floor", "beta1", "beta2"):
+    for name in ("lr_floor", "beta1", "beta2", "muon_momentum"):
         if not 0 <= getattr(config, name) <= 1: raise ValueError(f"{name} = {getattr(config, name)} must lie between 0 and 1")
-    for name, known in (("init", INITS), ("support", SUPPORTS), ("precision", ("float32", "bf16"))):
+    for name, known in (("init", INITS), ("support", SUPPORTS), ("precision", ("float32", "bf16")), ("muon", ("none", "blocks"))):
         if getattr(config, name) not in known: raise ValueError(f"{name} = {getattr(config, name)!r} is unknown; there are: {', '.join(known)}")
     return config
 
@@ -193,13 +198,45 @@ def marked(
     "`leaky` in place of `ok`, and before any other reason."
     return status.map(lambda s: "leaky" if s == "ok" else f"leaky; {s}") if leaky else status
 
-# %% ../nbs/30_train.ipynb #f5ab5f93
+# %% ../nbs/30_train.ipynb #497530e7
+class Both:
+    "Two optimizers that step as one and keep one state."
+    def __init__(self, *parts): self.parts = parts
+
+    @property
+    def param_groups(self): return [group for part in self.parts for group in part.param_groups]
+    @property
+    def state(self): return collections.ChainMap(*(part.state for part in self.parts))
+    def zero_grad(self): return [part.zero_grad() for part in self.parts]
+    def step(self): return [part.step() for part in self.parts]
+
+    def firsts(self): # number of the first parameter of each part, and of none
+        "Parameters are counted through."
+        return list(itertools.accumulate((sum(len(g["params"]) for g in part.param_groups) for part in self.parts), initial=0))
+
+    def state_dict(self): return {"state": {first + i: s for first, part in zip(self.firsts(), self.parts) for i, s in part.state_dict()["state"].items()}}
+
+    def load_state_dict(self, saved):
+        for part, first, end in zip(self.parts, self.firsts(), self.firsts()[1:]):
+            part.load_state_dict(part.state_dict() | {"state": {i - first: s for i, s in saved["state"].items() if first <= i < end}})
+
+# %% ../nbs/30_train.ipynb #de4f5318
 def make_optimizer(
     model, # module
     config, # TrainConfig
-): # torch.optim.AdamW
-    "AdamW; weight decay on matrices only, one fused kernel where the device has it."
-    return adamw(*([p for p in model.parameters() if (p.dim() >= 2) == flag] for flag in (True, False)), config)
+): # torch.optim.AdamW, or Both with Muon
+    "AdamW; weight decay on matrices only, one fused kernel where the device has it; Muon for the matrices of the blocks when asked for."
+    for_muon = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2] if config.muon == "blocks" and has_muon() else []
+    rest = [p for p in model.parameters() if not any(p is m for m in for_muon)]
+    adam = adamw(*([p for p in rest if (p.dim() >= 2) == flag] for flag in (True, False)), config)
+    if not for_muon: return adam
+    muon = torch.optim.Muon(for_muon, lr=config.lr, weight_decay=config.weight_decay, momentum=config.muon_momentum, adjust_lr_fn="match_rms_adamw")
+    return Both(adam, muon)
+
+def has_muon(): # bool
+    "Whether torch has Muon (2.9 and later); a warning says that AdamW steps in."
+    if not (found := hasattr(torch.optim, "Muon")): warnings.warn(f"torch {torch.__version__} has no Muon: AdamW steps every parameter")
+    return found
 
 def adamw(
     matrices, # list of parameters that decay
@@ -339,7 +376,7 @@ def _to_parquet(rows):
     rows.to_parquet(buffer, compression="zstd")
     return buffer.getvalue()
 
-# %% ../nbs/30_train.ipynb #2facf1f0
+# %% ../nbs/30_train.ipynb #65bbdc22
 def load_checkpoint(
     run, # a fresh Run of the same configuration
     path, # .safetensors file
@@ -347,7 +384,8 @@ def load_checkpoint(
     "Restore a run to the bit; ValueError names a configuration value or a text that differs."
     with safe_open(path, "pt") as f: notes, tensors = json.loads(f.metadata()["run"]), {name: f.get_tensor(name) for name in f.keys()}
     for name, value in dataclasses.asdict(run.config).items():
-        if notes["config"].get(name) != value: raise ValueError(f"{path} is of another run: {name} = {notes['config'].get(name)!r} there, {value!r} here")
+        there = notes["config"].get(name, getattr(TrainConfig, name))         # a field that came later had its default
+        if there != value: raise ValueError(f"{path} is of another run: {name} = {there!r} there, {value!r} here")
     if notes["corpus"] != run.corpus.sha256: raise ValueError(f"{path} was trained on another text: sha256 {notes['corpus'][:12]} there, {run.corpus.sha256[:12]} here")
     part = lambda prefix: {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     run.model.load_state_dict(part("model."))
@@ -407,7 +445,7 @@ def train(
         for callback in run.callbacks: callback.on_end(run)
     return run
 
-# %% ../nbs/30_train.ipynb #8e685b32
+# %% ../nbs/30_train.ipynb #2c2f235c
 def summary(
     run # Run
 ): # dict of plain values
@@ -417,7 +455,8 @@ def summary(
     return {"val_loss": float(final["val_loss"]), "train_loss": float(final["train_loss"]), "seconds": round(run.seconds, 2),
             "tokens_per_second": round(tokens / run.seconds) if run.seconds else None, "n_params": sum(p.numel() for p in run.model.parameters()),
             "d_vocab": len(run.corpus.chars), "corpus_label": run.corpus.label, "corpus_sha256": run.corpus.sha256, "version": __version__,
-            "torch": torch.__version__, "device": device_name(run.config.device)} | arithmetic(run.config.device) | ({"leaky": True} if run.leaky else {})
+            "torch": torch.__version__, "device": device_name(run.config.device)} | arithmetic(run.config.device) | ({"leaky": True} if run.leaky else {}) | (
+                {"optimizer": "AdamW, Muon" if isinstance(run.optimizer, Both) else "AdamW"} if run.config.muon != "none" else {})
 
 def device_name(
     device # as given to torch

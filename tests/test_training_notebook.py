@@ -8,15 +8,15 @@ from toy import Runner, qk, wait_for
 
 from qk_geometry.columns import write_rows
 from qk_geometry.grid import Grid, check, is_done, notebook_parameters
-from qk_geometry.interventions import InterventionConfig
 from qk_geometry.train import train
+from qk_geometry.watch import WatchConfig
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "nbs/runs/train.ipynb"
 
 
 def test_parameters_are_the_fields_of_the_configuration():
-    fields_of_config = {f.name: (type(f.default), f.default) for f in fields(InterventionConfig)}
+    fields_of_config = {f.name: (type(f.default), f.default) for f in fields(WatchConfig)}
     assert notebook_parameters(NOTEBOOK) == fields_of_config | {name: (str, "") for name in ("cell", "out", "members")}
 
 
@@ -24,7 +24,7 @@ def test_the_grids_of_the_study_are_what_the_methods_say(tmp_path):
     for scale, depths, seeds, width in (("smoke", [2, 3], 2, 32), ("cpu", [4, 6, 8], 4, 64), ("paper", [4, 6, 8], 4, 256)):
         grid = Grid.load(ROOT / f"grids/{scale}/characters.toml")
         assert len(grid.cells()) == 3 * len(depths) * seeds and grid.axes["n_layers"] == depths and grid.fixed["d_model"] == width
-        for cell in grid.cells(): InterventionConfig(**cell.parameters).validate()
+        for cell in grid.cells(): WatchConfig(**cell.parameters).validate()
     check(Grid.load(ROOT / "grids/smoke/characters.toml", results=tmp_path))
 
 
@@ -40,5 +40,5 @@ def test_killed_in_training_and_resumed(tmp_path):
     assert runner.process.wait(60) == -signal.SIGKILL and runner.gone() and not is_done(cell)
     answer = qk("grid", "run", path, "--results", grid.results)
     assert answer.returncode == 0, answer.stderr
-    whole = train(InterventionConfig(**cell.parameters).training, progress=False, cell=cell.id)
+    whole = train(WatchConfig(**cell.parameters).training, progress=False, cell=cell.id)
     assert (grid.results / "rows.parquet").read_bytes() == write_rows(whole.rows, tmp_path / "whole.parquet").read_bytes()
