@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LOOKS', 'Watch', 'shuffled_windows', 'loss_line', 'WatchConfig', 'watch_tables']
 
-# %% ../nbs/33_watch.ipynb #80e6bc9f
+# %% ../nbs/33_watch.ipynb #235138b4
 import dataclasses
 
 import numpy as np
@@ -16,15 +16,17 @@ from . import data
 from .causality import future_leak
 from .fourier import frequency_lines, sampling_loss
 from .interventions import InterventionConfig
+from .recall import recall_line
 from .san import spectrum_lines
 from .tracker import undisturbed
 from .train import Callback, snapshot_steps
 
-# %% ../nbs/33_watch.ipynb #9d315ee3
-LOOKS = {"frequencies": frequency_lines, "spectra": spectrum_lines}
+# %% ../nbs/33_watch.ipynb #e8dee45b
+LOOKS = {"frequencies": lambda run: frequency_lines(run.model), "spectra": lambda run: spectrum_lines(run.model),
+         "recall": lambda run: [recall_line(run.model, *run.windows["eval"], run.corpus.chars)]}
 
 class Watch(Callback):
-    "Collects lines about the weights at every snapshot."
+    "Collects lines about the model at every snapshot."
     def __init__(self,
                  name # of the table, one of LOOKS
                 ):
@@ -32,7 +34,7 @@ class Watch(Callback):
 
     def look(self, run):
         "Add the lines of this step."
-        with torch.no_grad(): self.lines += [{"step": run.step, "epoch": run.step / run.config.steps_per_epoch, **line} for line in LOOKS[self.name](run.model)]
+        with undisturbed(run.model): self.lines += [{"step": run.step, "epoch": run.step / run.config.steps_per_epoch, **line} for line in LOOKS[self.name](run)]
 
     def on_start(self, run):
         if run.step == 0 and not self.lines: self.look(run)
@@ -67,11 +69,11 @@ def loss_line(
         losses = {"ordered_loss": run.model(x, y).item(), "shuffled_loss": run.model(*mixed).item(), "sampling_loss": sampling_loss(run.model, x, y)}
     return {"step": run.step, "windows": len(x), **losses, "leak": future_leak(run.model, x[:1])["change"].max().item()}
 
-# %% ../nbs/33_watch.ipynb #3b3bb81d
+# %% ../nbs/33_watch.ipynb #a0644721
 @dataclasses.dataclass(frozen=True)
 class WatchConfig(InterventionConfig):
     "A run, what steers it, and what is watched beside its rows."
-    watch: str = "none"            # tables to keep, with spaces between: frequencies spectra losses
+    watch: str = "none"            # tables to keep, with spaces between: frequencies spectra recall losses
     watch_shuffle_seed: int = 0    # losses: of the shuffle of the validation characters
 
     @property
