@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ARMS_FOURIER', 'GEOMETRY', 'BY', 'MATCHED', 'read_watched', 'pipeline', 'over_seeds', 'table_fourier',
-           'table_frequencies', 'table_geometry', 'kind_name', 'table_san', 'spectrum_summary', 'table_spectra']
+           'table_frequencies', 'table_kinds', 'kind_name', 'table_san', 'spectrum_summary', 'table_spectra',
+           'table_recall']
 
 # %% ../nbs/53c_variants.ipynb #cb1841e6
 from pathlib import Path
@@ -16,7 +17,7 @@ from .stats import done, final_values, fit_slopes, seed_traces
 from .tables import judge, read_published
 from .typeset import Table, mean_sd, number
 
-# %% ../nbs/53c_variants.ipynb #87fab350
+# %% ../nbs/53c_variants.ipynb #dcd406dc
 def read_watched(
     folder, # results of one grid
     name, # "frequencies", "spectra" or "losses"
@@ -35,7 +36,7 @@ def pipeline(scale): # str
 def over_seeds(values): # str
     "Mean and standard deviation of one value a seed."
     values = np.asarray(values, float)
-    return number(values.mean(), 3) if len(values) == 1 else mean_sd(values.mean(), values.std(ddof=1)) if len(values) else "—"
+    return number(values.mean()) if len(values) == 1 else mean_sd(values.mean(), values.std(ddof=1)) if len(values) else "—"
 
 # %% ../nbs/53c_variants.ipynb #21aa1e42
 ARMS_FOURIER = {"qkv": ("standard", "standard"), "fourier:filter=random,allow_leak=true": ("fixed random filter", "random_filter"),
@@ -79,11 +80,11 @@ def table_frequencies(
     return Table("frequencies", f"Learned frequencies, in characters per cycle. {pipeline(scale)}", dict(zip(("arm", "frequency", "start", "end, median", "middle half", "n"), "lrrrrr")), lines,
                  f"Published, for four frequencies: {theirs} at a context of 256; a context of T characters has no cycle longer than T. n counts layers, heads and seeds.")
 
-# %% ../nbs/53c_variants.ipynb #4fc17143
+# %% ../nbs/53c_variants.ipynb #d0b20287
 GEOMETRY = {"q_pr_cov": "$\\mathrm{PR_Q}$", "k_pr_cov": "$\\mathrm{PR_K}$", "logit_erank_sv": "$QK^\\top$ erank", "attention_entropy": "entropy"}
 BY = ("attention", "mlp", "muon", "n_layers")
 
-def table_geometry(
+def table_kinds(
     rows, # DataFrame of rows
     cells, # DataFrame, one line a cell
     name, # of the table
@@ -155,3 +156,19 @@ def table_spectra(
     columns = dict(zip(("model", "matrix", "stable rank: start, quarter, end", "moved in the first quarter", "change after it", "effective rank", "growth of the norm"), "lllrrlr"))
     return Table("spectra", f"Spectra of the four matrices of attention during training, mean over layers and seeds. {pipeline(scale)}", columns, lines,
                  "Published: the stable rank of $W_Q$ and $W_K$ stops changing within the first quarter, that of $W_O$ keeps gaining.")
+
+# %% ../nbs/53c_variants.ipynb #897f0811
+def table_recall(
+    results, # list of tables from `read_watched(..., "recall", ...)`
+    scale, # "smoke", "cpu", "paper"
+): # Table
+    "How well answers are known at the end of training, from the context and from the weights, and how soon."
+    table, lines = pd.concat(results, ignore_index=True), []
+    for (corpus, *kind), part in table.groupby(["corpus", *BY], sort=False):
+        end = part[part["step"] == part["step"].max()]
+        known = part[part["accuracy"] >= 0.9].groupby("cell")["step"].min()
+        soon = f"{known.median():.0f}" if len(known) == end["cell"].nunique() else f"{len(known)} of {end['cell'].nunique()} runs"
+        lines.append([corpus.removeprefix("recall_"), kind_name(*kind), f"{end['n_params'].iloc[0]:,}", over_seeds(end["answer_loss"]), f"{end['accuracy'].mean():.1%}", soon, str(end["cell"].nunique())])
+    columns = dict(zip(("answer from", "model", "parameters", "loss at the answers", "right", "steps to 90 %", "seeds"), "llrrrrr"))
+    return Table("recall", f"Recall of facts that stand in the context or must come from the weights. {pipeline(scale)}", columns, lines,
+                 "Loss in nats an answer; an even guess costs 2.30. Published direction (arXiv 2607.18363): attention alone is worse where the answer must come from the weights.")

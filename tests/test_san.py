@@ -1,6 +1,7 @@
 "Attention-only models: the block, what it costs, the optimizer of its matrices, and the tables made of it."
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from qk_geometry import data
 from qk_geometry.causality import assert_causal
 from qk_geometry.model import GPT, GPTConfig, n_parameters
+from qk_geometry.recall import answers, recall_line, recall_text, write_recall
 from qk_geometry.san import ZCN, block_costs, matched_depth, spectrum_lines
 from qk_geometry.tracker import Tracker, capture
 from qk_geometry.train import Callback, TrainConfig, make_optimizer, train
@@ -147,3 +149,28 @@ def test_without_muon_a_warning_and_adamw(monkeypatch):
 def test_twenty_layers_start_near_the_uniform_guess(tokens):
     model = GPT(GPTConfig(attention="san:n_kv_heads=2", mlp="none", **{**SHAPE, "n_layers": 20}), seed=7)
     assert abs(model(tokens[:, :-1], tokens[:, 1:]).item() - math.log(40)) < 1.0
+
+
+@pytest.mark.parametrize("kind", ["context", "weights"])
+def test_every_answer_is_found_and_nothing_else(kind):
+    text = recall_text(kind, 50, seed=3)
+    chars = "\ufffd" + "".join(sorted(set(text)))
+    tokens = torch.tensor([[chars.index(c) for c in text]])
+    found = answers(tokens[:, :-1], tokens[:, 1:], chars)[0].nonzero().flatten() + 1
+    wanted = [m.end() - 1 for m in re.finditer(r"\?[a-z]{1,2}\d", text)]
+    assert found.tolist() == wanted and len(wanted) == 50 * (3 if kind == "context" else 6)
+    for line in text.splitlines():
+        if kind == "context": assert sorted(re.findall(r"[a-z]\d", line[:6])) == sorted(re.findall(r"\?([a-z]\d)", line[6:]))
+
+
+def test_facts_are_the_same_in_both_splits_and_for_every_seed(tmp_path):
+    facts = lambda text: dict(re.findall(r"\?([a-z]{2})(\d)", text))
+    context, weights = write_recall(tmp_path, n_lines=1000)
+    train_, valid = (facts((weights / f"{split}.txt").read_text()) for split in ("train", "valid"))
+    assert len(train_) > 600 and all(train_.get(k, v) == v for k, v in valid.items()) and facts(recall_text("weights", 1000, seed=9)).items() <= {**facts(recall_text("weights", 9000)), **train_}.items()
+    assert (context / "train.txt").read_text() != recall_text("context", 1000, seed=2)
+    with pytest.raises(ValueError, match="kind = 'both' is unknown"): recall_text("both", 1)
+
+
+def test_a_text_without_questions_has_no_recall(tokens):
+    with pytest.raises(ValueError, match="no questions"): recall_line(san(), tokens, tokens, "\ufffd" + "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM")
