@@ -80,7 +80,7 @@ def table_frequencies(
     return Table("frequencies", f"Learned frequencies, in characters per cycle. {pipeline(scale)}", dict(zip(("arm", "frequency", "start", "end, median", "middle half", "n"), "lrrrrr")), lines,
                  f"Published, for four frequencies: {theirs} at a context of 256; a context of T characters has no cycle longer than T. n counts layers, heads and seeds.")
 
-# %% ../nbs/53c_variants.ipynb #d0b20287
+# %% ../nbs/53c_variants.ipynb #686afe0d
 GEOMETRY = {"q_pr_cov": "$\\mathrm{PR_Q}$", "k_pr_cov": "$\\mathrm{PR_K}$", "logit_erank_sv": "$QK^\\top$ erank", "attention_entropy": "entropy"}
 BY = ("attention", "mlp", "muon", "n_layers")
 
@@ -93,7 +93,8 @@ def table_kinds(
     "Start, end and slope of the headline metrics for every kind of model."
     traces, slopes = seed_traces(rows, cells, GEOMETRY, by=BY), fit_slopes(rows, cells, GEOMETRY, by=BY)
     lines = []
-    for kind, part in traces.groupby(list(BY), sort=False):
+    for kind in cells.loc[cells["cell"].isin(rows["cell"]), list(BY)].drop_duplicates().itertuples(index=False):
+        part = traces[(traces[list(BY)] == list(kind)).all(axis=1)]
         own = slopes[(slopes[list(BY)] == list(kind)).all(axis=1)]
         start, end = (part.loc[part["step"] == s, list(GEOMETRY)].mean() for s in (part["step"].min(), part["step"].max()))
         apart = (own["q_pr_cov"] - own["k_pr_cov"] > 0).sum()
@@ -105,7 +106,7 @@ def table_kinds(
 def kind_name(attention, mlp, muon, n_layers): # str
     "A kind of model in words."
     name = ARMS_FOURIER.get(attention, (None,))[0] or ("attention only" if mlp == "none" else "with SwiGLU" if mlp == "swiglu" else f"`{attention}`")
-    return name + (", no QK-norm" if "qk_norm=false" in attention else "") + (", Muon" if muon == "blocks" else "") + f", {n_layers} layers"
+    return name + (" (reads the future)" if "allow_leak=true" in attention else "") + (", no QK-norm" if "qk_norm=false" in attention else "") + (", Muon" if muon == "blocks" else "") + f", {n_layers} layers"
 
 # %% ../nbs/53c_variants.ipynb #3da391a6
 MATCHED = ("iso_parameter", "iso_flop", "iso_depth")
