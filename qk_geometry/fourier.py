@@ -6,14 +6,14 @@
 __all__ = ['CAUSAL', 'bump', 'filter_by_fft', 'causal_taps', 'filter_the_past', 'filter_matrix', 'start_frequencies',
            'FourierAttention', 'sampling_loss', 'frequency_lines']
 
-# %% ../nbs/10b_fourier.ipynb #469b3176
+# %% ../nbs/10b_fourier.ipynb #d87f1308
 import math
 from typing import Literal
 
 import torch
 from torch import nn
 
-from .attention import QKVAttention, attend, linear_tap, register_attention, split_heads
+from .attention import QKVAttention, register_attention
 
 # %% ../nbs/10b_fourier.ipynb #05ba852b
 def bump(
