@@ -108,7 +108,7 @@ def kind_name(attention, mlp, muon, n_layers): # str
     name = ARMS_FOURIER.get(attention, (None,))[0] or ("attention only" if mlp == "none" else "with SwiGLU" if mlp == "swiglu" else f"`{attention}`")
     return name + (" (reads the future)" if "allow_leak=true" in attention else "") + (", no QK-norm" if "qk_norm=false" in attention else "") + (", Muon" if muon == "blocks" else "") + f", {n_layers} layers"
 
-# %% ../nbs/53c_variants.ipynb #3da391a6
+# %% ../nbs/53c_variants.ipynb #e14fbf07
 MATCHED = ("iso_parameter", "iso_flop", "iso_depth")
 
 def table_san(
@@ -124,7 +124,7 @@ def table_san(
         plain = "qk_norm=false" not in kind[0]
         key = keys[kind[3]] if kind[1] == "swiglu" else "san_20_layers" if plain else ""
         finite = np.isfinite(part["val_loss"])
-        lines.append([kind_name(*kind), key.replace("_", " ").replace("san 20 layers", "") or "—", f"{part['n_params'].iloc[0]:,}", number(theirs.get(key, np.nan)), over_seeds(part.loc[finite, "val_loss"]),
+        lines.append([kind_name(*kind), key.replace("_", " ").replace("san 20 layers", "") or "—", f"{part['n_params'].iloc[0]:,.0f}", number(theirs.get(key, np.nan)), over_seeds(part.loc[finite, "val_loss"]),
                       f"{len(part) - finite.sum()} of {len(part)}", number(part["attention_entropy"].mean(), 2), number(part["logit_std"].mean(), 2)])
     columns = dict(zip(("model", "matched by", "parameters", "published", "ours", "diverged", "entropy", "logit std"), "llrrrrrr"))
     return Table("san", f"Attention alone against controls with an MLP: final validation loss in nats. {pipeline(scale)}", columns, lines,
@@ -158,7 +158,7 @@ def table_spectra(
     return Table("spectra", f"Spectra of the four matrices of attention during training, mean over layers and seeds. {pipeline(scale)}", columns, lines,
                  "Published: the stable rank of $W_Q$ and $W_K$ stops changing within the first quarter, that of $W_O$ keeps gaining.")
 
-# %% ../nbs/53c_variants.ipynb #897f0811
+# %% ../nbs/53c_variants.ipynb #121b6d8b
 def table_recall(
     results, # list of tables from `read_watched(..., "recall", ...)`
     scale, # "smoke", "cpu", "paper"
@@ -169,7 +169,7 @@ def table_recall(
         end = part[part["step"] == part["step"].max()]
         known = part[part["accuracy"] >= 0.9].groupby("cell")["step"].min()
         soon = f"{known.median():.0f}" if len(known) == end["cell"].nunique() else f"{len(known)} of {end['cell'].nunique()} runs"
-        lines.append([corpus.removeprefix("recall_"), kind_name(*kind), f"{end['n_params'].iloc[0]:,}", over_seeds(end["answer_loss"]), f"{end['accuracy'].mean():.1%}", soon, str(end["cell"].nunique())])
+        lines.append([corpus.removeprefix("recall_"), kind_name(*kind), f"{end['n_params'].iloc[0]:,.0f}", over_seeds(end["answer_loss"]), f"{end['accuracy'].mean():.1%}", soon, str(end["cell"].nunique())])
     columns = dict(zip(("answer from", "model", "parameters", "loss at the answers", "right", "steps to 90 %", "seeds"), "llrrrrr"))
     return Table("recall", f"Recall of facts that stand in the context or must come from the weights. {pipeline(scale)}", columns, lines,
                  "Loss in nats an answer; an even guess costs 2.30. Published direction (arXiv 2607.18363): attention alone is worse where the answer must come from the weights.")
