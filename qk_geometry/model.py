@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['MLP', 'register_mlp', 'n_parameters', 'matched_hidden', 'GeluMLP', 'GPTConfig', 'Block', 'GPT', 'initialise']
 
-# %% ../nbs/11_model.ipynb #f41bf903
+# %% ../nbs/11_model.ipynb #530a367a
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import keyless
+from . import fourier, keyless
 from .attention import ATTENTION, make
 
 # %% ../nbs/11_model.ipynb #e8f67fab

@@ -17,12 +17,13 @@ from qk_geometry.attention import Tap, Weight, per_head, split_heads
 from qk_geometry.data import CharCorpus
 from qk_geometry.grid import Grid, check, is_done
 from qk_geometry.init import init_qk
-from qk_geometry.interventions import INTERVENTIONS, RECEIPT, InterventionConfig, Loop, memory, receipts
+from qk_geometry.interventions import INTERVENTIONS, RECEIPT, Loop, memory, receipts
 from qk_geometry.model import GPT, GPTConfig
 from qk_geometry.spectra import singular_values
 from qk_geometry.surgery import logit_std, matrix
 from qk_geometry.tracker import capture
 from qk_geometry.train import Callback, Run, TrainConfig, train
+from qk_geometry.watch import WatchConfig
 
 ROOT = Path(__file__).parent.parent
 TINY = TrainConfig(n_chars=50_000, n_layers=2, n_heads=2, d_model=16, n_ctx=16, batch_size=4, epochs=4, steps_per_epoch=6, warmup_steps=4, n_eval=8, n_probe=4, dropout=0.1)
@@ -275,7 +276,7 @@ def test_the_grids_have_every_arm(tmp_path):
     for scale, seeds, depth in (("smoke", [7, 37], 2), ("cpu", [7, 37, 42, 105, 210], 4), ("paper", [7, 37, 42, 105, 210], 4)):
         grid = Grid.load(ROOT / f"grids/{scale}/interventions.toml")
         assert grid.axes == {"intervention": list(INTERVENTIONS), "seed": seeds} and grid.fixed["n_layers"] == depth
-        for cell in grid.cells(): InterventionConfig(**cell.parameters).validate()
+        for cell in grid.cells(): WatchConfig(**cell.parameters).validate()
         twin = Grid.load(ROOT / f"grids/{scale}/characters.toml").fixed
         assert {k for k, v in twin.items() if grid.fixed.get(k) != v} <= {"intervention", "intervention_every"}     # trained like the main grid
 
@@ -299,7 +300,7 @@ def test_killed_in_steering_and_resumed(tmp_path):
     assert runner.process.wait(10) == -signal.SIGKILL and runner.gone() and not is_done(cell)
     answer = qk("grid", "run", path, "--results", grid.results)
     assert answer.returncode == 0, answer.stderr
-    config = InterventionConfig(**cell.parameters)
+    config = WatchConfig(**cell.parameters)
     callbacks = config.callbacks()
     train(config.training, callbacks=callbacks, progress=False)
     assert pq.read_table(grid.results / "receipts.parquet").equals(receipts(callbacks, cell.id)) and len(callbacks[0].receipts) == 15
