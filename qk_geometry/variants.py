@@ -108,7 +108,7 @@ def kind_name(attention, mlp, muon, n_layers): # str
     name = ARMS_FOURIER.get(attention, (None,))[0] or ("attention only" if mlp == "none" else "with SwiGLU" if mlp == "swiglu" else f"`{attention}`")
     return name + (" (reads the future)" if "allow_leak=true" in attention else "") + (", no QK-norm" if "qk_norm=false" in attention else "") + (", Muon" if muon == "blocks" else "") + f", {n_layers} layers"
 
-# %% ../nbs/53e_variants.ipynb #870d951b
+# %% ../nbs/53e_variants.ipynb #69a1ce7f
 MATCHED = ("iso_parameter", "iso_flop", "iso_depth")
 
 def table_san(
@@ -119,7 +119,8 @@ def table_san(
     "Final validation loss of attention alone and of its controls, published and ours, with parameters."
     theirs, lines = read_published(published)["san"], []
     final = pd.concat([final_values(rows, cells, ("val_loss", "attention_entropy", "logit_std")) for rows, cells in results], ignore_index=True)
-    keys = dict(zip(sorted(final.loc[final["mlp"] == "swiglu", "n_layers"].unique()), MATCHED))
+    planned = pd.concat([cells for _, cells in results])                    # also cells that have not run
+    keys = dict(zip(sorted(planned.loc[planned["mlp"] == "swiglu", "n_layers"].unique()), MATCHED))
     for kind, part in final.groupby(list(BY), sort=False):
         plain = "qk_norm=false" not in kind[0]
         key = keys[kind[3]] if kind[1] == "swiglu" else "san_20_layers" if plain else ""
