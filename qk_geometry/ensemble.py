@@ -77,7 +77,7 @@ def view(
     "One parameter of all members."
     return tensor[:, part].unflatten(1, shape)
 
-# %% ../nbs/32_ensemble.ipynb #799fa4a7
+# %% ../nbs/32_ensemble.ipynb #8d744473
 ALONE = ("seed", "init", "support")  # what members may differ in
 
 def check_alike(
@@ -91,6 +91,7 @@ def check_alike(
         if run.corpus.sha256 != runs[0].corpus.sha256: raise ValueError(f"members differ in their text: {runs[0].corpus.label} and {run.corpus.label}")
         if run.step != runs[0].step: raise ValueError(f"members stand at different steps: {runs[0].step} and {run.step}")
     if runs[0].config.dropout: raise ValueError(f"dropout = {runs[0].config.dropout}: together members would drop other activations than alone; train them one by one")
+    if runs[0].config.muon != "none": raise ValueError(f"muon = {runs[0].config.muon!r}: a stack has one AdamW for all; train its members one by one")
 
 # %% ../nbs/32_ensemble.ipynb #204f7ba6
 class Ensemble:
