@@ -189,14 +189,15 @@ LEDGER = [
     Entry("ours: entropy follows logit scale at fixed rank", _not_asked, _seen_by, suspect("logit_std", -1)),
 ]
 
-# %% ../nbs/53c_claims.ipynb #b0a43e31
+# %% ../nbs/53c_claims.ipynb #3a505b2b
 def ledger(
     study, # Study
     published, # published.toml or its content
+    further=(), # more of Entry, such as those of related systems
 ): # DataFrame, one line a claim: claim, published, parts (list of Part), verdict, tested and holds (definitions), moved_by
     "Every claim with its parts, its verdict, its share of definitions, and the symmetries that move what it is about."
     shares, theirs, lines = claim_shares(study.multi).set_index("claim"), read_published(published), []
-    for e in LEDGER:
+    for e in [*LEDGER, *further]:
         parts = e.parts(study)
         tested, holds = shares.loc[e.multi, ["tested", "holds"]] if e.multi else (0, 0)
         moved = tuple(dict.fromkeys(s for m in e.metrics for s in moved_by(m)))

@@ -17,6 +17,7 @@ from qk_geometry.columns import write_rows
 from qk_geometry.comovement import read_series
 from qk_geometry.example import example_grid, example_interventions
 from qk_geometry.interventions import INTERVENTIONS
+from qk_geometry.relatives import read_relatives, relative_entries, relative_tables
 from qk_geometry.revisions import series_tables
 from qk_geometry.stats import read_results
 from qk_geometry.tables import paper_tables
@@ -34,7 +35,8 @@ def tables_of(scale):
     arms = read_results(steered) if steered.is_dir() else None
     tables = paper_tables(*main, published, scale) + (intervention_tables(*arms, read_receipts(steered), published, scale) if arms else [])
     if (folder / "checkpoints").is_dir(): tables = tables + series_tables(*read_series(folder / "checkpoints"), published, scale)
-    return tables + [table_ledger(ledger(Study(main, arms), published), scale)]
+    found = read_relatives(folder)
+    return tables + relative_tables(folder, found, published, scale) + [table_ledger(ledger(Study(main, arms), published, relative_entries(found)), scale)]
 
 
 def bytes_of(tables, folder):
@@ -59,7 +61,7 @@ def test_committed_tables_are_those_of_the_committed_rows(scale, tmp_path):
 def test_committed_figures_are_there_in_both_formats(scale):
     names = {p.name for p in (ROOT / "paper" / "figures" / scale).iterdir()}
     drawn = ("figure1", "figure2", "figure3", "multiverse", "specifications", *(("figure4", "causes") if (ROOT / "results" / scale / "interventions").is_dir() else ()),
-             *(("figure5",) if (ROOT / "results" / scale / "checkpoints").is_dir() else ()))
+             *(("figure5",) if (ROOT / "results" / scale / "checkpoints").is_dir() else ()), *(("systems",) if read_relatives(ROOT / "results" / scale) else ()))
     assert names == {f"{name}.{kind}" for name in drawn for kind in ("pdf", "png")}
 
 

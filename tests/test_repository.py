@@ -79,7 +79,7 @@ def test_a_notebook_imports_only_from_lower_numbers(path):
     assert [m for m in names if order[m] >= order[EXPORTING[path]]] == []
 
 
-@pytest.mark.parametrize("module", ["data", "columns", "presence", "progress", "grid", "runner", "cluster", "estimate", "stats", "causes", "figures", "tables", "arms", "comovement", "revisions", "systems", "variants", "claims", "page", "explore", "cli"])
+@pytest.mark.parametrize("module", ["data", "columns", "presence", "progress", "grid", "runner", "cluster", "estimate", "stats", "causes", "figures", "tables", "arms", "comovement", "revisions", "systems", "variants", "claims", "relatives", "page", "explore", "cli"])
 def test_no_torch_where_none_is_needed(module):
     if module not in EXPORTING.values(): pytest.fail(f"no notebook exports {module}")
     check = f"import sys, qk_geometry.{module}; sys.exit('torch' in sys.modules)"
