@@ -25,7 +25,7 @@ class ZCN(nn.Module):
 
     def forward(self, z): return (1 + self.gamma) * F.rms_norm(z, z.shape[-1:], eps=1e-6)     # like z
 
-# %% ../nbs/14_san.ipynb #48d9e9a3
+# %% ../nbs/14_san.ipynb #0315c9e9
 class OutputGate(nn.Module):
     "One number that opens from a half; sigmoid of zero at the start."
     def __init__(self):
@@ -59,7 +59,7 @@ class SANAttention(QKVAttention):
         q, k = self.scored(self.W_Q(x), self.W_K(x), cache.length if cache else 0)
         v = split_heads(self.W_V(x), self.n_kv_heads)
         if cache: k, v = cache.extend(k, v)
-        z = attend(q, k, v, self.dropout if self.training else 0.0)
+        z = attend(q, k, v, self.dropout if self.training else 0.0, self.sdpa)
         return self.gate(self.W_O(z.transpose(1, 2).flatten(-2)))           # [batch pos d_model]
 
     def tap(self, layer):
