@@ -134,7 +134,7 @@ class Callback:
     def state_dict(self): return {}
     def load_state_dict(self, state): "Take back what `state_dict` gave."
 
-# %% ../nbs/30_train.ipynb #8ba080f5
+# %% ../nbs/30_train.ipynb #efc31d83
 class Run:
     "Model, optimizer, data and rows of one training run."
     def __init__(self,
@@ -152,11 +152,12 @@ class Run:
         self.model = init_qk(GPT(model_config(config, len(self.corpus.chars)), config.seed), config.init, config.seed, config.support).to(config.device)
         self.forward = torch.compile(self.model) if config.compile else self.model
         self.optimizer = make_optimizer(self.model, config)
-        self.update = functools.partial(update, self)
-        if config.compile and not any(map(sees_gradients, self.callbacks)): self.update = Replayed(self.update, config.device)
+        if config.compile and not any(map(sees_gradients, self.callbacks)): self.update = Replayed(functools.partial(update, self), config.device)
         self.tracker = Tracker(self.model, self.windows["probe"][0])
         self.tables, self.last, self.seconds = [], {}, 0.0
         self.leaky = not passes_gate(self.model, self.windows["probe"][0][:1], allow_leak)
+
+    def update(self, x, y): return update(self, x, y)
 
     def on_device(self, arrays): return tuple(torch.from_numpy(a).to(self.config.device, non_blocking=True) for a in arrays)
 
