@@ -377,7 +377,7 @@ def _to_parquet(rows):
     rows.to_parquet(buffer, compression="zstd")
     return buffer.getvalue()
 
-# %% ../nbs/30_train.ipynb #65bbdc22
+# %% ../nbs/30_train.ipynb #3d006600
 def load_checkpoint(
     run, # a fresh Run of the same configuration
     path, # .safetensors file
@@ -385,7 +385,7 @@ def load_checkpoint(
     "Restore a run to the bit; ValueError names a configuration value or a text that differs."
     with safe_open(path, "pt") as f: notes, tensors = json.loads(f.metadata()["run"]), {name: f.get_tensor(name) for name in f.keys()}
     for name, value in dataclasses.asdict(run.config).items():
-        there = notes["config"].get(name, getattr(TrainConfig, name))         # a field that came later had its default
+        there = notes["config"].get(name, getattr(type(run.config), name))         # a field that came later had its default
         if there != value: raise ValueError(f"{path} is of another run: {name} = {there!r} there, {value!r} here")
     if notes["corpus"] != run.corpus.sha256: raise ValueError(f"{path} was trained on another text: sha256 {notes['corpus'][:12]} there, {run.corpus.sha256[:12]} here")
     part = lambda prefix: {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
