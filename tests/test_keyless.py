@@ -112,13 +112,12 @@ def test_every_factor_learns_and_the_product_is_gone_after_an_error(spec):
 @pytest.mark.parametrize("spec", SPECS[::3] + STANDARD)
 def test_the_tap_reads_what_meets_in_the_score(spec):
     model, seen = build(spec).eval(), []
-    original = torch.nn.functional.scaled_dot_product_attention
     def spy(q, k, v, **options):
         seen.append((q, k))
-        return original(q, k, v, **options)
-    torch.nn.functional.scaled_dot_product_attention = spy
-    try: caught = capture(model, TOKENS, model.taps())
-    finally: torch.nn.functional.scaled_dot_product_attention = original
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+    for block in model.blocks: block.attention.sdpa = spy
+    caught = capture(model, TOKENS, model.taps())
+    assert len(seen) == len(model.blocks)
     for (q, k), (a, b) in zip(seen, caught, strict=True): assert torch.equal(q, a) and torch.equal(k, b)
 
 
