@@ -7,7 +7,7 @@ __all__ = ['PAPER', 'GRID', 'wait', 'timed', 'matrix_rate', 'operations_per_toke
            'measure', 'release', 'measure_all', 'look_cost', 'load_grid', 'stacks', 'Clock', 'train_stack',
            'train_grid', 'main']
 
-# %% ../nbs/72_gpu.ipynb #9044418a
+# %% ../nbs/72_gpu.ipynb #f54f6bc6
 import argparse
 import dataclasses
 import gc
@@ -25,9 +25,10 @@ from .data import CharCorpus, write_atomic
 from .device import Feed, arithmetic
 from .ensemble import ALONE, Ensemble, ensemble_step, train_ensemble
 from .grid import Grid, Job, collect, finish_cell, is_done, read_grid, results_folder
-from .interventions import InterventionConfig, receipts
+from .interventions import receipts
 from .runner import prepare, real_error
 from .train import Run, TrainConfig, adamw, autocast, device_name, take_snapshot, training_step
+from .watch import WatchConfig
 
 # %% ../nbs/72_gpu.ipynb #401ae020
 PAPER = TrainConfig(n_layers=8, n_heads=8, d_model=256, n_ctx=256, batch_size=64, steps_per_epoch=1000, warmup_steps=500, lr=1e-3, n_eval=256, min_count=100, device="cuda", precision="bf16", compile=True)
@@ -170,15 +171,15 @@ def look_cost(
     run = Run(config, corpus)
     return timed(lambda: take_snapshot(run), config.device, warm=1, calls=1, repeats=3)
 
-# %% ../nbs/72_gpu.ipynb #9d73d600
+# %% ../nbs/72_gpu.ipynb #cf456c90
 def load_grid(
     path, # grids/<scale>/<grid>.toml
     out, # folder that gets results/<scale>/<grid>
     data=None, # text in place of the grid's corpus
 ): # Grid
-    "The grid without the notebook's machinery: the notebook's defaults are those of `InterventionConfig`."
+    "The grid without the notebook's machinery: the notebook's defaults are those of `WatchConfig`."
     path, read = Path(path).resolve(), read_grid(path)
-    axes, defaults = read["scientific"] | read["nuisance"], dataclasses.asdict(InterventionConfig())
+    axes, defaults = read["scientific"] | read["nuisance"], dataclasses.asdict(WatchConfig())
     if strange := [name for name in axes | read["fixed"] if name not in defaults]: raise ValueError(f"{path}: unknown parameter {strange[0]!r}")
     like = lambda name, value: float(value) if isinstance(defaults[name], float) else value
     fixed = {name: like(name, read["fixed"].get(name, value)) for name, value in defaults.items() if name not in axes}
@@ -199,7 +200,7 @@ def stacks(
     parts = [cells[i:i + size] for cells in groups for i in range(0, len(cells), size)]
     return [left for cells in parts if (left := [cell for cell in cells if not is_done(cell)])]
 
-# %% ../nbs/72_gpu.ipynb #a46b3370
+# %% ../nbs/72_gpu.ipynb #144ef13a
 class Clock:
     "Says when to stop: when another epoch as long as the last would not fit."
     def __init__(self, until): self.until, self.last, self.stopped = until, time.monotonic(), False
@@ -216,7 +217,7 @@ def train_stack(
 ): # list of Run
     "Train, or go on with, the cells of one stack; finished ones get their rows, summary and sentinel."
     for cell in cells: prepare(cell, Job(tuple(cells)))
-    configs = [InterventionConfig(**cell.parameters).validate() for cell in cells]
+    configs = [WatchConfig(**cell.parameters).validate() for cell in cells]
     steering = [config.callbacks() for config in configs]
     runs = train_ensemble([config.training for config in configs], corpus, steering, [cell.folder for cell in cells], False, [cell.id for cell in cells], batched=True, stop=clock)
     for cell, run, callbacks in zip(cells, runs, steering):
@@ -244,7 +245,7 @@ def train_grid(
     if any(map(is_done, grid.cells())): collect(grid, force=True)
     return progress
 
-# %% ../nbs/72_gpu.ipynb #159956d9
+# %% ../nbs/72_gpu.ipynb #3b87e5b3
 GRID = Path(__file__).resolve().parent.parent / "grids/paper/characters.toml" if "__file__" in globals() else Path("../grids/paper/characters.toml").resolve()
 
 def main(

@@ -10,8 +10,8 @@ import pytest
 from qk_geometry.columns import read_rows
 from qk_geometry.gpu import GRID, PAPER, load_grid
 from qk_geometry.grid import Grid, is_done
-from qk_geometry.interventions import InterventionConfig
 from qk_geometry.train import train
+from qk_geometry.watch import WatchConfig
 from test_training_notebook import NOTEBOOK
 
 TOY = f"""notebook = "{NOTEBOOK}"
@@ -57,7 +57,7 @@ def test_measures_and_trains_a_toy_grid(tmp_path):
     assert all(map(is_done, same.cells())) and len(read_rows(same.results / "rows.parquet")["cell"].unique()) == 4
     assert "4 of 4 cells done" in answer.stdout
     cell = same.cells()[1]
-    alone = train(dataclasses.replace(InterventionConfig(**cell.parameters).training, corpus=str(tmp_path / "prose")), progress=False).summary
+    alone = train(dataclasses.replace(WatchConfig(**cell.parameters).training, corpus=str(tmp_path / "prose")), progress=False).summary
     assert json.loads(cell.file("summary.json").read_text())["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-3)
 
 

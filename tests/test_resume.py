@@ -52,5 +52,5 @@ def test_a_killed_cell_and_a_killed_kernel_fail_alone(tmp_path):
         (kernel if victim == "kernel" else kernel.parent()).kill()
         assert wait_for(cell.file("error.txt").exists)
     assert runner.process.wait(120) == 1 and runner.gone()
-    assert "SIGKILL" in cells[0].file("error.txt").read_text() and "Kernel died" in cells[1].file("error.txt").read_text()
+    assert "SIGKILL" in cells[0].file("error.txt").read_text() and "kernel died" in cells[1].file("error.txt").read_text()
     assert list(map(is_done, cells)) == [False, False, True]

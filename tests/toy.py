@@ -1,5 +1,6 @@
 "A grid over a notebook that only counts, so that the road can be tested in seconds."
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,7 +91,7 @@ class Runner:
         self.mark = uuid.uuid4().hex
         command = [sys.executable, "-c", "from qk_geometry.cli import main; main()", *map(str, args)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-                                        env={**os.environ, "QK_TEST_MARK": self.mark})
+                                        env={**os.environ, "QK_TEST_MARK": self.mark}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))   # a background job would ignore Ctrl-C
 
     def processes(self):
         "Living processes started by this runner, itself included."
