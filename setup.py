@@ -8,7 +8,8 @@ cfg = ConfigParser(delimiters="=")
 cfg.read(here / "settings.ini", encoding="utf-8")
 cfg = cfg["DEFAULT"]
 extras = {k.removesuffix("_requirements"): cfg[k].split() for k in cfg if k.endswith("_requirements")}
-extras["dev"] += extras["notebooks"] + extras["cluster"]
+extras["notebooks"] += extras["paper"]
+extras["dev"] += extras["notebooks"] + extras["cluster"] + extras["hub"]
 
 setup(name=cfg["lib_name"], version=cfg["version"], description=cfg["description"], author=cfg["author"],
       license="Apache-2.0", long_description=(here / "README.md").read_text(encoding="utf-8"),

@@ -92,5 +92,5 @@ def test_constraints_are_exact_and_cover_what_settings_ask_for():
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines}
     settings = ConfigParser(delimiters="=")
     settings.read(ROOT / "settings.ini")
-    asked = " ".join(settings["DEFAULT"][k] for k in ("requirements", "notebooks_requirements", "cluster_requirements", "dev_requirements")).split()
+    asked = " ".join(settings["DEFAULT"][k] for k in ("requirements", "paper_requirements", "notebooks_requirements", "cluster_requirements", "hub_requirements", "dev_requirements")).split()
     assert {re.split(r"[<>=]", a)[0].lower().replace("_", "-") for a in asked} <= pinned
