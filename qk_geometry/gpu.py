@@ -7,7 +7,7 @@ __all__ = ['PAPER', 'GRID', 'wait', 'timed', 'matrix_rate', 'operations_per_toke
            'measure', 'release', 'measure_all', 'look_cost', 'load_grid', 'stacks', 'Clock', 'train_stack',
            'train_grid', 'main']
 
-# %% ../nbs/72_gpu.ipynb #f54f6bc6
+# %% ../nbs/72_gpu.ipynb #efb5d96c
 import argparse
 import dataclasses
 import gc
@@ -28,7 +28,7 @@ from .grid import Grid, Job, collect, finish_cell, is_done, read_grid, results_f
 from .interventions import receipts
 from .runner import prepare, real_error
 from .train import Run, TrainConfig, adamw, autocast, device_name, take_snapshot, training_step
-from .watch import WatchConfig
+from .watch import WatchConfig, watch_tables
 
 # %% ../nbs/72_gpu.ipynb #401ae020
 PAPER = TrainConfig(n_layers=8, n_heads=8, d_model=256, n_ctx=256, batch_size=64, steps_per_epoch=1000, warmup_steps=500, lr=1e-3, n_eval=256, min_count=100, device="cuda", precision="bf16", compile=True)
@@ -200,7 +200,7 @@ def stacks(
     parts = [cells[i:i + size] for cells in groups for i in range(0, len(cells), size)]
     return [left for cells in parts if (left := [cell for cell in cells if not is_done(cell)])]
 
-# %% ../nbs/72_gpu.ipynb #144ef13a
+# %% ../nbs/72_gpu.ipynb #6ee5af17
 class Clock:
     "Says when to stop: when another epoch as long as the last would not fit."
     def __init__(self, until): self.until, self.last, self.stopped = until, time.monotonic(), False
@@ -218,11 +218,12 @@ def train_stack(
     "Train, or go on with, the cells of one stack; finished ones get their rows, summary and sentinel."
     for cell in cells: prepare(cell, Job(tuple(cells)))
     configs = [WatchConfig(**cell.parameters).validate() for cell in cells]
-    steering = [config.callbacks() for config in configs]
-    runs = train_ensemble([config.training for config in configs], corpus, steering, [cell.folder for cell in cells], False, [cell.id for cell in cells], batched=True, stop=clock)
-    for cell, run, callbacks in zip(cells, runs, steering):
+    steering, watching = [config.callbacks() for config in configs], [config.watches() for config in configs]
+    together = [[*steers, *watches] for steers, watches in zip(steering, watching)]
+    runs = train_ensemble([config.training for config in configs], corpus, together, [cell.folder for cell in cells], False, [cell.id for cell in cells], batched=True, stop=clock)
+    for cell, run, config, steers, watches in zip(cells, runs, configs, steering, watching):
         if run.step < run.total_steps: write_rows(run.rows, cell.file("rows_so_far.parquet"))
-        else: finish_cell(cell.folder, cell.id, run.rows, run.summary, **({"receipts": receipts(callbacks, cell.id)} if callbacks else {}))
+        else: finish_cell(cell.folder, cell.id, run.rows, run.summary, **({"receipts": receipts(steers, cell.id)} if steers else {}), **watch_tables(run, config, watches, cell.id))
     return runs
 
 def train_grid(

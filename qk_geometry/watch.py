@@ -21,7 +21,7 @@ from .san import spectrum_lines
 from .tracker import undisturbed
 from .train import Callback, snapshot_steps
 
-# %% ../nbs/33_watch.ipynb #e8dee45b
+# %% ../nbs/33_watch.ipynb #27d8984d
 LOOKS = {"frequencies": lambda run: frequency_lines(run.model), "spectra": lambda run: spectrum_lines(run.model),
          "recall": lambda run: [recall_line(run.model, *run.windows["eval"], run.corpus.chars)]}
 
@@ -37,10 +37,11 @@ class Watch(Callback):
         with undisturbed(run.model): self.lines += [{"step": run.step, "epoch": run.step / run.config.steps_per_epoch, **line} for line in LOOKS[self.name](run)]
 
     def on_start(self, run):
+        self.steps = set(snapshot_steps(run.config))
         if run.step == 0 and not self.lines: self.look(run)
 
     def on_step(self, run):
-        if run.step in snapshot_steps(run.config): self.look(run)
+        if run.step in self.steps: self.look(run)
 
     def state_dict(self): return {"lines": self.lines}
     def load_state_dict(self, state): self.lines = state["lines"]
