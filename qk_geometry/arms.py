@@ -6,12 +6,12 @@
 __all__ = ['RULES', 'PUBLISHED_ARMS', 'HEADINGS', 'KEYS_PUBLISHED', 'table_2', 'table_receipts', 'table_5', 'direction',
            'published_delta', 'table_5_deltas', 'table_directions', 'table_causes', 'intervention_tables']
 
-# %% ../nbs/53a_arms.ipynb #f446748b
+# %% ../nbs/53a_arms.ipynb #4b6d5b28
 import numpy as np
 
 from .causes import entropy_follows, receipt_summary
 from .stats import CONFIDENCE_METRICS, DELTA_METRICS, done, final_values, outcome, paired_deltas
-from .tables import judge, of, read_published
+from .tables import at_scale, judge, of, read_published
 from .typeset import Table, number
 
 # %% ../nbs/53a_arms.ipynb #8ff23e52
@@ -41,7 +41,7 @@ def table_2(
     return Table("table2", "Table 2. Interventions on queries and keys during training, and their controls.", {"intervention": "l", "origin": "l", "rule": "p{9cm}"}, lines,
                  f"Spectra are those of a layer, heads side by side. The optimizer's memory of a changed matrix: {options['optimizer_state']}. A snapshot that falls on a surgery is taken after it.")
 
-# %% ../nbs/53a_arms.ipynb #118dc056
+# %% ../nbs/53a_arms.ipynb #e21af673
 def table_receipts(
     receipts, # from `read_receipts`
     scale, # "smoke", "cpu", "paper"
@@ -51,10 +51,10 @@ def table_receipts(
     lines = [[f"`{s.intervention}`", f"${s.weight}$", f"{s.applications:g}", number(100 * s.change, 2) + " %", arrow(s.erank_sv_before, s.erank_sv_after, 1), arrow(s.frobenius_before, s.frobenius_after, 2),
               number(s.scale, 3), s.optimizer_state] for s in receipt_summary(receipts).itertuples()]
     columns = {"intervention": "l", "matrix": "l", "applications": "r", "moved by": "r", "effective rank": "r", "Frobenius norm": "r", "factor": "r", "optimizer's memory": "l"}
-    return Table("receipts", f"What was done to the weights: medians over applications, layers and seeds. Scale: {scale}." + (" This is a pipeline check." if scale == "smoke" else ""), columns, lines,
+    return Table("receipts", f"What was done to the weights: medians over applications, layers and seeds. {at_scale(scale)}", columns, lines,
                  "Applications: in one run and layer. Moved by: Frobenius norm of the change over that of the matrix; for what acts at every step, the last step's. Factor: of the logit-matched arms.")
 
-# %% ../nbs/53a_arms.ipynb #a4e9e85e
+# %% ../nbs/53a_arms.ipynb #f4deefc5
 HEADINGS = {"val_loss": "validation loss", "attention_entropy": "entropy", "logit_std": "logit std", "logit_erank_sv": "$QK^\\top$ erank"}
 KEYS_PUBLISHED = {"val_loss": "val_loss", "attention_entropy": "entropy", "logit_std": "logit_std", "logit_erank_sv": "qk_erank"}
 
@@ -71,7 +71,7 @@ def table_5(
         if arm in theirs: lines.append([f"`{arm}`", "published", "5", *(number(theirs[arm][KEYS_PUBLISHED[m]]) for m in DELTA_METRICS), number(theirs[arm].get("confidence", np.nan), 2)])
         ours = "—" if arm not in deltas.index else f"{number(deltas['confidence'][arm], 2)} of {deltas['signs'][arm]}" if deltas["delta"][arm] else "no change"
         lines.append([f"`{arm}`", "ours", of(part["seed"].nunique(), 5), *(number(part[m].mean()) for m in DELTA_METRICS), ours])
-    caption = f"Table 5. Where each arm ends: means over seeds of the last snapshot, layers averaged. Scale: {scale}." + (" This is a pipeline check." if scale == "smoke" else "")
+    caption = f"Table 5. Where each arm ends: means over seeds of the last snapshot, layers averaged. {at_scale(scale)}"
     columns = {"intervention": "l", "source": "l", "seeds": "r", **{HEADINGS[m]: "r" for m in DELTA_METRICS}, "confidence": "r"}
     return Table("table5", caption, columns, lines, f"Confidence: share of the differences in {', '.join(HEADINGS[m] for m in CONFIDENCE_METRICS)} that have their mean's sign, and of how many. `align` has no published row.")
 
@@ -97,7 +97,7 @@ def published_delta(
     key = KEYS_PUBLISHED[metric]
     return theirs[arm][key] - theirs["none"][key] if arm in theirs else np.nan
 
-# %% ../nbs/53a_arms.ipynb #c8a7a39d
+# %% ../nbs/53a_arms.ipynb #470c1392
 def table_5_deltas(
     rows, # DataFrame of rows
     cells, # DataFrame with an `intervention` column
@@ -110,7 +110,7 @@ def table_5_deltas(
         other = published_delta(theirs, d.intervention, d.metric)
         lines.append([f"`{d.intervention}`", HEADINGS[d.metric], of(d.n, 5), number(d.delta), f"{number(d.low)} to {number(d.high)}", f"{number(d.boot_low)} to {number(d.boot_high)}",
                       number(d.p_sign_flip), f"{d.agree * d.n:.0f} of {d.n}" if d.delta else "no change", number(other), judge(scale, direction(d.low, d.high, d.delta, other))])
-    caption = f"Table 5, differences: each arm minus the baseline of the same seed, at the last snapshot. Scale: {scale}." + (" This is a pipeline check." if scale == "smoke" else "")
+    caption = f"Table 5, differences: each arm minus the baseline of the same seed, at the last snapshot. {at_scale(scale)}"
     columns = dict(zip(("intervention", "metric", "seeds", "difference", "95 % interval", "bootstrap", "sign-flip p", "same sign", "published", "verdict"), "llrrrrrrrl"))
     return Table("table5_deltas", caption, columns, lines, "Interval: Student's, over seeds. Bootstrap: whole seeds drawn with replacement. Sign-flip: exact, two-sided. A verdict is undecided when the interval holds zero.")
 
@@ -133,7 +133,7 @@ def table_directions(
     columns = dict(zip(("intervention", "published", "ours", "same direction", "with a clear interval", "seeds"), "lllrrr"))
     return Table("directions", f"Directions of Table 5: {', '.join(HEADINGS[m] for m in DELTA_METRICS)}, relative to the baseline. Scale: {scale}.", columns, lines)
 
-# %% ../nbs/53a_arms.ipynb #bce6bb1e
+# %% ../nbs/53a_arms.ipynb #d51d5372
 def table_causes(
     rows, # DataFrame of rows
     cells, # DataFrame with an `intervention` column
@@ -142,7 +142,7 @@ def table_causes(
     "Correlation of entropy with effective rank and with logit scale over arms, plainly and with the other held fixed."
     pm = lambda r, low, high: f"{number(r, 2)} ({number(low, 2)} to {number(high, 2)})"
     lines = [[f"`{f.metric}`", pm(f.r, f.low, f.high), f"`{f.given}`", pm(f.partial_r, f.partial_low, f.partial_high), number(f.partial_p, 3), str(f.partial_n)] for f in entropy_follows(rows, cells).itertuples()]
-    caption = f"What the entropy of the arms goes along with, at the end of training. Scale: {scale}." + (" This is a pipeline check." if scale == "smoke" else "")
+    caption = f"What the entropy of the arms goes along with, at the end of training. {at_scale(scale)}"
     columns = dict(zip(("suspect", "r with entropy", "held fixed", "partial r", "p", "arms"), "lrlrrr"))
     return Table("causes", caption, columns, lines, "One point per arm, averaged over seeds and layers; 95 % intervals. Arms were chosen, not drawn, so this describes them.")
 

@@ -8,7 +8,7 @@ __all__ = ['KINDS_OF_WEIGHTS', 'FAULTS', 'step_of', 'Revision', 'weight_files', 
            'distances', 'out_of_place', 'unrelated', 'discontinuous', 'read_prints', 'Audit', 'audit_series',
            'revision_table']
 
-# %% ../nbs/41_audit.ipynb #e57c64c8
+# %% ../nbs/41_audit.ipynb #de100843
 import hashlib
 import re
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from .checkpoints import read_qk
+from .storage import is_repo
 
 # %% ../nbs/41_audit.ipynb #b45602a8
 def step_of(
@@ -70,7 +71,7 @@ def _local_revision(place):
         with open(place / name, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
     return Revision(place.name, step_of(place.name), {n: (digest(n), files[n]) for n in weight_files(files)}, files=files)
 
-# %% ../nbs/41_audit.ipynb #92374e2d
+# %% ../nbs/41_audit.ipynb #7c3b221a
 def hub_revisions(
     repo, # owner/name
     names=None, # of branches, tags or commits; all that are a step, and main, when None
@@ -104,7 +105,7 @@ def list_revisions(
 ): # list of Revision
     "What a series consists of; FileNotFoundError or ConnectionError when it cannot be listed."
     if Path(source).is_dir(): return local_revisions(source, names)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(source)): raise FileNotFoundError(f"{source} is no folder, and no owner/name of the hub")
+    if not is_repo(str(source)): raise FileNotFoundError(f"{source} is no folder, and no owner/name of the hub")
     return hub_revisions(str(source), names, progress)
 
 # %% ../nbs/41_audit.ipynb #0c6494fe

@@ -7,7 +7,7 @@ __all__ = ['SEPARATE', 'QK_NORM', 'LAYOUTS', 'CONTAINERS', 'ROPE_TYPES', 'Layout
            'split_weights', 'check_config', 'first', 'choose', 'fits', 'QK', 'Checkpoint', 'assemble', 'read_qk',
            'layout_taps']
 
-# %% ../nbs/40_checkpoints.ipynb #714f1043
+# %% ../nbs/40_checkpoints.ipynb #85147da7
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .attention import Tap, Weight
-from .storage import DTYPES, Traffic, from_tensors, hub_place, local_place, open_place
+from .storage import DTYPES, Traffic, from_tensors, hub_place, is_repo, local_place, open_place
 
 # %% ../nbs/40_checkpoints.ipynb #b04240d7
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _head_width(stored, config, name, layout, layers, n_heads):
     if stated not in (None, n_kv): raise ValueError(f"{name}: {n_kv} key heads, its configuration says {stated}")
     return d_head
 
-# %% ../nbs/40_checkpoints.ipynb #8bbb87d6
+# %% ../nbs/40_checkpoints.ipynb #8a8296d9
 def read_qk(
     path_or_repo, # folder, file, owner/name on the hub, or a state dict
     revision=None, # branch, tag or commit of the hub; a folder below a local path
@@ -249,7 +249,7 @@ def read_qk(
     traffic, layout = Traffic(), LAYOUTS[layout] if isinstance(layout, str) else layout
     if isinstance(path_or_repo, Mapping): return assemble(from_tensors(path_or_repo, "state dict", traffic), {}, "state dict", layout, n_heads, traffic)
     if Path(path_or_repo).exists(): place = local_place(path_or_repo, revision)
-    elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path_or_repo)): place = hub_place(str(path_or_repo), revision)
+    elif is_repo(str(path_or_repo)): place = hub_place(str(path_or_repo), revision)
     else: raise FileNotFoundError(f"{path_or_repo} is no file, no folder, and no owner/name of the hub")
     stored, config = open_place(place, traffic)
     return assemble(stored, config, place.name, layout, n_heads, traffic, place.commit)

@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['POINTS', 'AXES_OF_TIME', 'SPANS', 'CLAIMS_OF_SERIES', 'read_series', 'series_points', 'chosen', 'slope',
-           'correlation', 'series_answers', 'answer_counts', 'early_contrast']
+           'series_answers', 'answer_counts', 'early_contrast']
 
-# %% ../nbs/51b_comovement.ipynb #c27a6c05
+# %% ../nbs/51b_comovement.ipynb #7491c80d
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from .columns import level as row_level
-from .stats import HEADLINE, MIN_SNAPSHOTS, done, read_results
+from .stats import HEADLINE, MIN_SNAPSHOTS, correlate, done, read_results
 
 # %% ../nbs/51b_comovement.ipynb #9b249512
 POINTS = {**HEADLINE, "contrast": "(PR_Q - PR_K) / d_head", "val_loss": "val_loss"}
@@ -42,7 +42,7 @@ def series_points(
     points["contrast"] = (points["PR_Q"] - points["PR_K"]) / points.pop("d_head")
     return points.assign(x=np.log2(points["step"] + 1)).sort_values(["cell", "step"], ignore_index=True)
 
-# %% ../nbs/51b_comovement.ipynb #e8af5f12
+# %% ../nbs/51b_comovement.ipynb #fe68d234
 AXES_OF_TIME = {"log2(step + 1)": "x", "tokens": "tokens"}
 SPANS = ("full", "early")
 
@@ -66,13 +66,7 @@ def slope(
     if len(x) < MIN_SNAPSHOTS or np.ptp(x) == 0: return np.nan
     return float((x - x.mean()) @ (y - y.mean()) / ((x - x.mean()) ** 2).sum())
 
-def correlation(x, y): # float; missing with fewer than MIN_SNAPSHOTS complete pairs or without spread
-    "Pearson correlation."
-    x, y = (np.asarray(v, float) for v in (x, y))
-    x, y = x[there := np.isfinite(x) & np.isfinite(y)], y[there]
-    return float(np.corrcoef(x, y)[0, 1]) if len(x) >= MIN_SNAPSHOTS and np.ptp(x) > 0 and np.ptp(y) > 0 else np.nan
-
-# %% ../nbs/51b_comovement.ipynb #e7e226ed
+# %% ../nbs/51b_comovement.ipynb #57cef03a
 CLAIMS_OF_SERIES = {"delta_pr_slope_positive": "contrast rises", "pr_q_slope_positive": "PR_Q rises", "pr_k_slope_negative": "PR_K falls", "bridge_co_move": "bridge"}
 
 def series_answers(
@@ -86,7 +80,7 @@ def series_answers(
     for cell, part in chosen(points, span, tainted).groupby("cell", sort=False):
         x, s = part[AXES_OF_TIME[axis]], {}
         for name in ("contrast", "PR_Q", "PR_K", "QK^T erank", "entropy"): s[name] = slope(x, part[name])
-        r = correlation(part["PR_K"], part["QK^T erank"]), correlation(part["QK^T erank"], part["entropy"])
+        r = [correlate(part[a], part[b])["r"] for a, b in (("PR_K", "QK^T erank"), ("QK^T erank", "entropy"))]
         answer = lambda value, sign: np.nan if np.isnan(value) else float(sign * value > 0)
         bridge = np.nan if np.isnan(r).any() else float(min(r) > 0)
         lines.append({"cell": cell, "revisions": int(part["PR_Q"].notna().sum()), **{f"slope {k}": v for k, v in s.items()}, "r PR_K erank": r[0], "r erank entropy": r[1],

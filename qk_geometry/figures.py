@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['QUERY', 'KEY', 'NEUTRAL', 'INIT_STYLE', 'COLUMN', 'PAGE', 'PR_Q', 'PR_K', 'ERANK', 'STYLE', 'DELTAS', 'OUTCOMES',
            'house_style', 'panels', 'spread', 'name_lines', 'save_figure', 'small_png', 'corpus_label', 'caption',
-           'figure_1', 'figure_2', 'figure_3', 'figure_4', 'figure_causes', 'figure_multiverse']
+           'figure_1', 'figure_2', 'layers_and_mean', 'figure_3', 'figure_4', 'figure_causes', 'figure_multiverse']
 
 # %% ../nbs/52_figures.ipynb #5eb825bb
 import io
@@ -149,7 +149,7 @@ def figure_1(
             name_lines(ax, ends)
     return fig
 
-# %% ../nbs/52_figures.ipynb #df7dee92
+# %% ../nbs/52_figures.ipynb #b535692f
 def figure_2(
     rows, # DataFrame of rows
     cells, # DataFrame, one line a cell
@@ -162,7 +162,7 @@ def figure_2(
         fig, axes = panels(len(inits), len(depths), height=0.5 + 1.25 * len(inits), sharex=True, sharey=True)
         for i, d in np.ndindex(axes.shape):
             part = traces[(traces["init"] == inits[i]) & (traces["n_layers"] == depths[d])]
-            ends = [_layers_and_mean(axes[i, d], part, *line) for line in zip(metrics, (PR_Q, PR_K), (QUERY, KEY))]
+            ends = [layers_and_mean(axes[i, d], part, *line) for line in zip(metrics, (PR_Q, PR_K), (QUERY, KEY))]
             axes[i, d].set(title=f"{inits[i].replace('_', ' ')}, {depths[d]} layers", xlim=(0, traces["epoch"].max()))
             axes[i, d].xaxis.set_major_locator(MaxNLocator(integer=True))
             if d == len(depths) - 1: name_lines(axes[i, d], ends)
@@ -170,7 +170,14 @@ def figure_2(
         fig.supylabel("participation ratio", fontsize=8)
     return fig
 
-def _layers_and_mean(ax, part, metric, name, colour):
+def layers_and_mean(
+    ax, # axes
+    part, # traces of one kind, from `seed_traces`
+    metric, # column name
+    name, # of the line
+    colour,
+): # end of the mean, name, colour; for `name_lines`
+    "Every layer thin, their mean thick; a layer that is missing leaves a gap."
     wide = part.pivot(index="epoch", columns="layer", values=metric)
     ax.plot(wide.index, wide, color=colour, linewidth=0.5, alpha=0.55)
     mean = wide.mean(axis=1, skipna=False)

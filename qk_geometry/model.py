@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MLP', 'register_mlp', 'n_parameters', 'matched_hidden', 'GeluMLP', 'GPTConfig', 'Block', 'GPT', 'initialise']
 
-# %% ../nbs/11_model.ipynb #530a367a
+# %% ../nbs/11_model.ipynb #11ebbeee
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,19 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import fourier, keyless
-from .attention import ATTENTION, make
+from .attention import ATTENTION, make, register
 
-# %% ../nbs/11_model.ipynb #e8f67fab
+# %% ../nbs/11_model.ipynb #a4c41b76
 MLP = {"none": None}
 
-def register_mlp(
-    name # value of `mlp=` in the configuration
-): # class decorator
-    "Make an MLP class available to every model under `name`."
-    def add(cls):
-        MLP[name] = cls
-        return cls
-    return add
+register_mlp = functools.partial(register, MLP)
 
 def n_parameters(module): # int
     "Number of parameters; 0 for None."

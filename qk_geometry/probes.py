@@ -7,7 +7,7 @@ __all__ = ['PUBLIC', 'SMALL_FILES', 'PublicSeries', 'ProbeConfig', 'series_sourc
            'on_disk', 'load_model', 'token_loss', 'weights_alone', 'measure_revision', 'about', 'probe_revision',
            'reason', 'identity', 'remembered', 'Probe', 'with_audit', 'probe_series', 'summary', 'peak_mb']
 
-# %% ../nbs/42_probes.ipynb #f4a3bc55
+# %% ../nbs/42_probes.ipynb #b8be5d45
 import contextlib
 import hashlib
 import json
@@ -35,6 +35,7 @@ from .data import write_atomic
 from .proof import measure_layers, prove
 from .series import series_folder
 from .spectra import non_finite
+from .storage import is_repo
 from .tracker import rows, undisturbed, weight_metrics
 from .train import device_name
 
@@ -88,13 +89,13 @@ class ProbeConfig:
         "The revisions to read."
         return [n.strip() for n in self.revisions.split(",")] if self.revisions else list(PUBLIC[self.repo].revisions) if self.repo in PUBLIC else None
 
-# %% ../nbs/42_probes.ipynb #9e5b8d38
+# %% ../nbs/42_probes.ipynb #94c2d7d0
 def series_source(
     repo # folder, name of a series of our own, or owner/name on the hub
 ): # str
     "Where a series is read from; FileNotFoundError when it is none of the three."
     if Path(repo).is_dir(): return str(repo)
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo): return repo
+    if is_repo(repo): return repo
     if "/" not in repo and series_folder(repo).is_dir(): return str(series_folder(repo))
     raise FileNotFoundError(f"no series {repo!r}: no folder, no series in {series_folder('x').parent}, and no owner/name of the hub")
 

@@ -6,7 +6,7 @@
 __all__ = ['GRIDS', 'SYSTEMS', 'WHERE', 'read_relatives', 'system', 'figure_relatives', 'relative_tables', 'parting',
            'relative_entries']
 
-# %% ../nbs/53g_relatives.ipynb #e19e3cd8
+# %% ../nbs/53g_relatives.ipynb #7365dd3d
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from .claims import Entry, Part
-from .figures import KEY, NEUTRAL, PAGE, PR_K, PR_Q, QUERY, house_style, panels
+from .figures import KEY, NEUTRAL, PAGE, PR_K, PR_Q, QUERY, house_style, layers_and_mean, name_lines, panels
 from .stats import fit_slopes, mean_interval, read_results, seed_traces
 from .systems import table_geometry, table_keyless
 from .variants import read_watched, table_fourier, table_frequencies, table_kinds, table_recall, table_san, table_spectra
@@ -47,7 +47,7 @@ def system(
     cells = cells[(cells["n_layers"] == cells["n_layers"].min()) & (cells["muon"] == "none" if "muon" in cells else True)]
     return (rows[rows["cell"].isin(cells["cell"])], cells) if len(cells) else None
 
-# %% ../nbs/53g_relatives.ipynb #f27b8fa5
+# %% ../nbs/53g_relatives.ipynb #7c3c1704
 def figure_relatives(
     found # from `read_relatives`
 ): # figure
@@ -57,17 +57,16 @@ def figure_relatives(
         fig, axes = panels(2, len(parts), width=PAGE, height=3.0, sharex=False, sharey="row")
         for column, (name, (rows, cells)) in enumerate(parts):
             traces = seed_traces(rows, cells, ("q_pr_cov", "k_pr_cov", "attention_entropy"), by=("attention",))
+            ends = []
             for ax, series in ((axes[0, column], (("q_pr_cov", PR_Q, QUERY), ("k_pr_cov", PR_K, KEY))), (axes[1, column], (("attention_entropy", "", NEUTRAL),))):
                 for metric, label, colour in series:
-                    wide = traces.pivot(index="epoch", columns="layer", values=metric)
-                    ax.plot(wide.index, wide, color=colour, linewidth=0.4, alpha=0.4)
-                    ax.plot(wide.index, wide.mean(axis=1), color=colour, linewidth=1.6, label=label)
+                    ends.append(layers_and_mean(ax, traces, metric, label, colour))
                 ax.xaxis.set_major_locator(MaxNLocator(2, integer=True))
             axes[0, column].set_title(f"{name}", fontsize=6)
         axes[0, 0].set_ylabel("participation ratio")
         axes[1, 0].set_ylabel("entropy (nats)")
         fig.supxlabel("epoch", fontsize=8)
-        fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
+        name_lines(axes[0, -1], ends[:2])
     return fig
 
 # %% ../nbs/53g_relatives.ipynb #9fe753c7

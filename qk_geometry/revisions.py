@@ -6,7 +6,7 @@
 __all__ = ['HEADINGS_6', 'short_name', 'one_stage', 'figure_5', 'figure_continuity', 'scale_note', 'table_6', 'table_6_choices',
            'table_6_slopes', 'table_series', 'series_tables']
 
-# %% ../nbs/53e_revisions.ipynb #fa4d8ef0
+# %% ../nbs/53e_revisions.ipynb #1615228d
 import itertools
 import re
 
@@ -19,7 +19,7 @@ from .stats import done
 from .tables import judge, read_published
 from .typeset import Table, number
 
-# %% ../nbs/53e_revisions.ipynb #73a31e63
+# %% ../nbs/53e_revisions.ipynb #811ab49f
 def short_name(repo): # str
     "The name of a series without its owner and endings."
     return re.sub(r"-intermediate-checkpoints|alias-|-x\d+$", "", str(repo).rstrip("/").rsplit("/", 1)[-1])
@@ -60,7 +60,7 @@ def _trace(ax, part, name, colour):
     ax.plot(clean["x"], clean[name], "o-", ms=2.2, linewidth=1, color=colour)
     ax.plot(tainted["x"], tainted[name], "o", ms=4, mfc="none", mew=0.8, color=colour)
 
-# %% ../nbs/53e_revisions.ipynb #16391ba0
+# %% ../nbs/53e_revisions.ipynb #7e72b7a2
 def figure_continuity(
     revisions # from an audit with weights: step, change, tainted
 ): # figure
@@ -76,7 +76,7 @@ def figure_continuity(
         if len(bad): ax.legend()
     return fig
 
-# %% ../nbs/53e_revisions.ipynb #33518c90
+# %% ../nbs/53e_revisions.ipynb #1743f998
 HEADINGS_6 = {"delta_pr_slope_positive": "$(\\mathrm{PR}_Q-\\mathrm{PR}_K)/d_h$ rises", "pr_q_slope_positive": "$\\mathrm{PR}_Q$ rises", "pr_k_slope_negative": "$\\mathrm{PR}_K$ falls", "bridge_co_move": "bridge moves together"}
 
 def scale_note(scale, cells): # str
@@ -115,7 +115,7 @@ def _same(ours, theirs):
     pairs = [(major(ours[c]), major(theirs[c])) for c in CLAIMS_OF_SERIES]
     return f"same majority in {sum(a == b and a is not None for a, b in pairs)} of {sum(None not in p for p in pairs)}"
 
-# %% ../nbs/53e_revisions.ipynb #cbdf6c1d
+# %% ../nbs/53e_revisions.ipynb #8d3de562
 def table_6_choices(
     rows, # DataFrame of rows
     cells, # DataFrame, one line a series
@@ -153,7 +153,7 @@ def table_6_slopes(
     columns = {"series": "l", "stage": "l", "span": "l", "revisions": "l", "n": "r", **dict.fromkeys(("contrast", "$\\mathrm{PR}_Q$", "$\\mathrm{PR}_K$", "$QK^\\top$ erank", "entropy", "r(K, erank)", "r(erank, entropy)"), "r")}
     return Table("table6_slopes", f"Slopes per doubling of the step, and correlations across revisions, means over {level}s.{scale_note(scale, done(cells))}", columns, lines)
 
-# %% ../nbs/53e_revisions.ipynb #613f477c
+# %% ../nbs/53e_revisions.ipynb #b022784e
 def table_series(
     cells, # DataFrame, one line a series
     revisions, # DataFrame, one line a revision

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['WINDOWS', 'MIN_SNAPSHOTS', 'GROUPS', 'HEADLINE', 'ALIGNMENTS', 'DELTA_METRICS', 'CONFIDENCE_METRICS', 'AXES',
            'CLAIMS', 'read_results', 'done', 'seed_traces', 'trace_slopes', 'fit_slopes', 'slope_summary', 'correlate',
-           'correlation_text', 'final_values', 'init_summary', 'mean_interval', 'sign_flip', 'cluster_bootstrap',
-           'seed_deltas', 'paired_deltas', 'verdict', 'Evidence', 'Claim', 'outcome', 'multiverse', 'claim_shares']
+           'p_text', 'correlation_text', 'final_values', 'init_summary', 'mean_interval', 'sign_flip',
+           'cluster_bootstrap', 'seed_deltas', 'paired_deltas', 'verdict', 'Evidence', 'Claim', 'outcome', 'multiverse',
+           'claim_shares']
 
 # %% ../nbs/51_stats.ipynb #99339401
 import itertools
@@ -127,14 +128,17 @@ def correlate(
     low, high = pearson.confidence_interval(0.95) if len(x) > 3 else (np.nan, np.nan)
     return dict(slope=line.slope, intercept=line.intercept, r=pearson.statistic, low=low, high=high, p=pearson.pvalue, n=len(x))
 
-# %% ../nbs/51_stats.ipynb #ae79a1da
+# %% ../nbs/51_stats.ipynb #3fd6bd9a
+def p_text(p): # str
+    "A p value for print; a dash when missing."
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if np.isfinite(p) else "p = \u2014"
+
 def correlation_text(
     fit # from `correlate`
 ): # str
     "r, p and n as they stand above a panel and in a table."
     if not np.isfinite(fit["r"]): return f"no correlation from n = {fit['n']}"
-    p = "p < 0.001" if fit["p"] < 0.001 else f"p = {fit['p']:.3f}"
-    return f"r = {fit['r']:.2f}, {p}, n = {fit['n']}".replace("-", "\u2212")
+    return f"r = {fit['r']:.2f}, {p_text(fit['p'])}, n = {fit['n']}".replace("-", "\u2212")
 
 # %% ../nbs/51_stats.ipynb #4c09bd8f
 def final_values(

@@ -6,7 +6,7 @@
 __all__ = ['undisturbed', 'as_written', 'capture', 'layer_moments', 'activation_metrics', 'weight_metrics', 'joint_metrics',
            'measure', 'rows', 'one_thread_each', 'Tracker']
 
-# %% ../nbs/21_tracker.ipynb #1c72e7dd
+# %% ../nbs/21_tracker.ipynb #ee97fe7b
 import contextlib
 import math
 import sys
@@ -16,24 +16,20 @@ import numpy as np
 import pandas as pd
 import torch
 
+from .causality import in_mode
 from .columns import METRICS
 from .metrics import alignment, attention_statistics, gram_imbalance, principal_angles
 from .spectra import (SequenceMoments, bootstrap_participation_ratio, corrected_participation_ratio, covariance_participation_ratio, effective_rank, gram,
                                  eigenvalue_statistics, eigenvalues, group_heads, non_finite, participation_ratio, product_singular_values,
                                  singular_values, stable_rank, upcast)
 
-# %% ../nbs/21_tracker.ipynb #9c1f346c
+# %% ../nbs/21_tracker.ipynb #585091d4
 @contextlib.contextmanager
 def undisturbed(
     model # any module
 ): # context in which the model is in evaluation mode
     "Evaluation mode without gradients; on leaving, also by an exception, every module's mode and the random states are what they were."
-    modes = {module: module.training for module in model.modules()}
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
-        try: yield model.eval()
-        finally:
-            for module, mode in modes.items(): module.training = mode
+    with in_mode(model, training=False), torch.no_grad(): yield model
 
 # %% ../nbs/21_tracker.ipynb #591dfd7b
 def as_written(): # context manager
@@ -222,7 +218,7 @@ def one_thread_each(
         with ThreadPoolExecutor(workers) as pool: return list(pool.map(call, *arguments))
     finally: torch.set_num_threads(workers)
 
-# %% ../nbs/21_tracker.ipynb #c2949288
+# %% ../nbs/21_tracker.ipynb #8160f40b
 class Tracker:
     "Snapshots of a model on one fixed probe batch."
     def __init__(self,

@@ -12,9 +12,10 @@ import pytest
 
 from qk_geometry.columns import write_rows
 from qk_geometry.example import example_grid, example_interventions
+from qk_geometry.page import BROWSERS
 
 ROOT = Path(__file__).resolve().parent.parent
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("voila", reason="voila is not installed")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
