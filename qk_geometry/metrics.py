@@ -79,21 +79,22 @@ def attention_statistics(
             rows.setdefault(name, value.new_empty(batch, n_heads, n_q))[..., here] = value
     return _summary(rows, n_visible)
 
-# %% ../nbs/20_metrics.ipynb #6ecf3e63
+# %% ../nbs/20_metrics.ipynb #c190d35c
 def cosine(
-    a, # [... d]
-    b, # [... d]
+    a, # [... d ...]
+    b, # [... d ...]
+    dim=-1, # along which the vectors lie
 ): # [...] in -1..1; NaN when either is zero
     "Cosine of the angle between vectors, in float64."
     a, b = upcast(a), upcast(b)
-    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+    return (a * b).sum(dim) / (a.square().sum(dim).sqrt() * b.square().sum(dim).sqrt())
 
 def alignment(
     W_Q, # [... d_model d]
     W_K, # [... d_model d]
 ): # dict of [...]: weight_cosine, column_alignment, column_alignment_abs, row_alignment, row_alignment_abs
     "Cosines of the flattened matrices, of matching columns and of matching rows; rows or columns that are zero in either are left out."
-    columns, rows = cosine(W_Q.mT, W_K.mT), cosine(W_Q, W_K)
+    columns, rows = cosine(W_Q, W_K, -2), cosine(W_Q, W_K)
     return {"weight_cosine": cosine(W_Q.flatten(-2), W_K.flatten(-2)), "column_alignment": columns.nanmean(-1),
             "column_alignment_abs": columns.abs().nanmean(-1), "row_alignment": rows.nanmean(-1), "row_alignment_abs": rows.abs().nanmean(-1)}
 

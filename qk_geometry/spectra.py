@@ -263,12 +263,12 @@ def core(
         r[unsafe] = torch.linalg.qr(upcast(a[unsafe]), mode="r").R
     return r
 
-# %% ../nbs/01_spectra.ipynb #3f16119a
+# %% ../nbs/01_spectra.ipynb #e325d2e5
 def _small_singular_values(m, known=None):
     "Singular values of small float64 matrices [... i j], largest first."
     m = m if m.shape[-2] >= m.shape[-1] else m.mT
     lam = torch.linalg.eigvalsh(gram(m) if known is None else known).flip(-1)
-    unsafe = ~(lam[..., -1] > 1e-10 * lam[..., 0])
+    unsafe = ~(lam[..., -1] > 1e-12 * lam[..., 0])
     sigma = lam.clamp(min=0).sqrt()
     if unsafe.any():
         if not unsafe.dim(): return torch.linalg.svdvals(m)

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['undisturbed', 'as_written', 'capture', 'layer_moments', 'activation_metrics', 'weight_metrics', 'joint_metrics',
-           'measure', 'rows', 'one_thread_each', 'Tracker']
+           'measure', 'rows', 'openblas', 'one_thread_each', 'Tracker']
 
-# %% ../nbs/21_tracker.ipynb #ee97fe7b
+# %% ../nbs/21_tracker.ipynb #0765ce8d
 import contextlib
+import functools
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pandas as pd
 import torch
+from threadpoolctl import ThreadpoolController
 
 from .causality import in_mode
 from .columns import METRICS
@@ -203,7 +205,12 @@ def _columns(metrics, n):
         if name in metrics: out[:, place] = np.asarray(metrics[name])
     return out
 
-# %% ../nbs/21_tracker.ipynb #c84b557c
+# %% ../nbs/21_tracker.ipynb #aeeffe9f
+@functools.cache
+def openblas(): # ThreadpoolController
+    "The OpenBLAS libraries of this process, found once."
+    return ThreadpoolController().select(internal_api="openblas")
+
 def one_thread_each(
     f, # function
     *arguments # lists of equal length
@@ -215,7 +222,7 @@ def one_thread_each(
     if workers == 1: return list(map(call, *arguments))
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(workers) as pool: return list(pool.map(call, *arguments))
+        with openblas().limit(limits=1), ThreadPoolExecutor(workers) as pool: return list(pool.map(call, *arguments))
     finally: torch.set_num_threads(workers)
 
 # %% ../nbs/21_tracker.ipynb #8160f40b

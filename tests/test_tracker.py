@@ -11,7 +11,7 @@ from qk_geometry.columns import check_rows, level
 from qk_geometry.metrics import attention_statistics
 from qk_geometry.model import GPT, GPTConfig
 from qk_geometry.spectra import SequenceMoments, effective_rank, participation_ratio, singular_values
-from qk_geometry.tracker import Tracker, capture
+from qk_geometry.tracker import Tracker, capture, one_thread_each, openblas
 
 
 class Grouped(nn.Module):
@@ -72,6 +72,15 @@ def test_the_number_of_threads_does_not_change_a_measurement():
             assert torch.get_num_threads() == n
     finally: torch.set_num_threads(threads)
     assert tables[0].equals(tables[1])
+
+
+def test_parallel_measurements_do_not_share_the_threads_of_numpy():
+    threads, numpys = torch.get_num_threads(), lambda *_: [library.num_threads for library in openblas().lib_controllers]
+    torch.set_num_threads(2)
+    try:
+        with openblas().limit(limits=2): inside, after = one_thread_each(numpys, range(4)), numpys()
+    finally: torch.set_num_threads(threads)
+    assert inside and all(n == 1 for counts in inside for n in counts) and set(after) == {2}
 
 
 class _Replay(nn.Module):
