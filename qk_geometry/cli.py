@@ -221,7 +221,7 @@ def here(notebook): # the Path
     if notebook.is_file(): return notebook
     raise FileNotFoundError(f"no {notebook} here: go to the folder of the checkout, or name it with --notebook")
 
-# %% ../nbs/54_cli.ipynb #386df0ce
+# %% ../nbs/54_cli.ipynb #ac37b6df
 @command(app, "qk explore --port 8866")
 def explore(results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
             port: Annotated[int, typer.Option(min=1, max=65535, help="Port on this machine.")] = 8866,
@@ -230,6 +230,8 @@ def explore(results: Annotated[Path, typer.Option(help="Folder of results.")] = 
     "Look at the stored rows in a browser, with controls for grid, metric, layer and head; Ctrl-C ends it."
     import papermill
     import voila.app
+    from qk_geometry.stats import stored_grids
+    stored_grids(results)
     published = here(notebook).resolve().parents[2] / "paper" / "published.toml"
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, notebook.name)

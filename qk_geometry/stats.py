@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['WINDOWS', 'MIN_SNAPSHOTS', 'GROUPS', 'HEADLINE', 'ALIGNMENTS', 'DELTA_METRICS', 'CONFIDENCE_METRICS', 'AXES',
-           'CLAIMS', 'read_results', 'done', 'seed_traces', 'trace_slopes', 'fit_slopes', 'slope_summary', 'correlate',
-           'p_text', 'correlation_text', 'final_values', 'init_summary', 'mean_interval', 'sign_flip',
-           'cluster_bootstrap', 'seed_deltas', 'paired_deltas', 'verdict', 'Evidence', 'Claim', 'outcome', 'multiverse',
-           'claim_shares']
+           'CLAIMS', 'read_results', 'done', 'stored_grids', 'seed_traces', 'trace_slopes', 'fit_slopes',
+           'slope_summary', 'correlate', 'p_text', 'correlation_text', 'final_values', 'init_summary', 'mean_interval',
+           'sign_flip', 'cluster_bootstrap', 'seed_deltas', 'paired_deltas', 'verdict', 'Evidence', 'Claim', 'outcome',
+           'multiverse', 'claim_shares']
 
 # %% ../nbs/51_stats.ipynb #99339401
 import itertools
@@ -39,6 +39,16 @@ def done(
 ): # the finished ones
     "Cells whose status is `ok`."
     return cells[cells["status"] == "ok"]
+
+# %% ../nbs/51_stats.ipynb #740e9f18
+def stored_grids(
+    results # folder of results
+): # dict of scale -> list of grids
+    "Grids with rows, by scale; FileNotFoundError when there is none."
+    found = {}
+    for path in sorted(Path(results).glob("*/*/rows.parquet")): found.setdefault(path.parent.parent.name, []).append(path.parent.name)
+    if not found: raise FileNotFoundError(f"no rows at {results}/SCALE/GRID/rows.parquet: run a grid first, or name the folder of results")
+    return found
 
 # %% ../nbs/51_stats.ipynb #250faa6b
 def _design(cells, by):

@@ -37,6 +37,7 @@ def test_help_is_quick_and_has_an_example_for_every_command():
     (["grid", "run", "GRID", "--engine", "spark"], 2, "spark"),
     (["grid", "run", "GRID", "--address", "auto"], 1, "--address and --store need --engine ray"),
     (["grid", "run", "GRID", "--time-limit", "0"], 2, "time-limit"),
+    (["explore", "--results", "absent"], 1, "no rows at absent/SCALE/GRID"),
     (["grid", "run", "GRID", "--results", "/dev/null"], 1, "cannot write results to /dev/null"),
     (["grid", "collect", "GRID"], 1, "no cell of toy.toml has run"),
     (["paper", "--notebook", "absent.ipynb"], 1, "no absent.ipynb here"),
