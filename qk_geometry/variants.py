@@ -75,7 +75,7 @@ def table_frequencies(
     return Table("frequencies", f"Learned frequencies, in characters per cycle. {at_scale(scale)}", dict(zip(("arm", "frequency", "start", "end, median", "middle half", "n"), "lrrrrr")), lines,
                  f"Published, for four frequencies: {theirs} at a context of 256; a context of T characters has no cycle longer than T. n counts layers, heads and seeds.")
 
-# %% ../nbs/53f_variants.ipynb #be6b94e3
+# %% ../nbs/53f_variants.ipynb #58bbf9ae
 GEOMETRY = {"q_pr_cov": "$\\mathrm{PR_Q}$", "k_pr_cov": "$\\mathrm{PR_K}$", "logit_erank_sv": "$QK^\\top$ erank", "attention_entropy": "entropy"}
 BY = ("attention", "mlp", "muon", "n_layers")
 
@@ -85,7 +85,8 @@ def table_kinds(
     name, # of the table
     scale, # "smoke", "cpu", "paper"
 ): # Table
-    "Start, end and slope of the headline metrics for every kind of model."
+    "Start, end and slope of the headline metrics for every kind of model; the note says where standard attention does not part."
+    cells = cells if "muon" in cells else cells.assign(muon="none")
     traces, slopes = seed_traces(rows, cells, GEOMETRY, by=BY), fit_slopes(rows, cells, GEOMETRY, by=BY)
     lines = []
     for kind in cells.loc[cells["cell"].isin(rows["cell"]), list(BY)].drop_duplicates().itertuples(index=False):
@@ -95,13 +96,18 @@ def table_kinds(
         apart = (own["q_pr_cov"] - own["k_pr_cov"] > 0).sum()
         lines.append([kind_name(*kind), *(f"{number(start[m], 1)} to {number(end[m], 1)} ({number(own[m].mean(), 2)})" for m in GEOMETRY), judge(scale, f"{apart} of {len(own)}"), str(part["seeds"].max())])
     columns = {"model": "l", **dict.fromkeys(GEOMETRY.values(), "r"), "layers with a rising difference": "r", "seeds": "r"}
+    standard = slopes[(slopes["attention"] == "qkv") & (slopes["mlp"] != "none")]
+    silent = scale != "smoke" and len(standard) and not (standard["q_pr_cov"] - standard["k_pr_cov"]).mean() > 0
     return Table(name, f"Queries and keys of other systems: layer mean at the start to the end (slope per epoch from epoch 1 on). {at_scale(scale)}", columns, lines,
-                 "Queries and keys are taken as they are scored: filtered, or normalised and rotated. A rising difference: the slope of $\\mathrm{PR_Q} - \\mathrm{PR_K}$ is positive.")
+                 "Queries and keys are taken as they are scored: filtered, or normalised and rotated; in a keyless layer the values stand in the place of keys. A rising difference: the slope of $\\mathrm{PR_Q} - \\mathrm{PR_K}$ is positive."
+                 + (" Standard attention itself does not part in these runs, so they do not show whether the others would." if silent else ""))
 
 def kind_name(attention, mlp, muon, n_layers): # str
     "A kind of model in words."
-    name = ARMS_FOURIER.get(attention, (None,))[0] or ("attention only" if mlp == "none" else "with SwiGLU" if mlp == "swiglu" else f"`{attention}`")
-    return name + (" (reads the future)" if "allow_leak=true" in attention else "") + (", no QK-norm" if "qk_norm=false" in attention else "") + (", Muon" if muon == "blocks" else "") + f", {n_layers} layers"
+    san = {"none": "attention only", "swiglu": "with SwiGLU"}.get(mlp) if attention.startswith("san") else None
+    parts = [san or ARMS_FOURIER.get(attention, (f"`{attention}`",))[0], "no MLP" if mlp == "none" and not san else "", "no QK-norm" if "qk_norm=false" in attention else "", "Muon" if muon == "blocks" else "", f"{n_layers} layers"]
+    parts[0] += " (reads the future)" if "allow_leak=true" in attention else ""
+    return ", ".join(filter(None, parts))
 
 # %% ../nbs/53f_variants.ipynb #dead1b9f
 MATCHED = ("iso_parameter", "iso_flop", "iso_depth")
