@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['QUERY', 'KEY', 'NEUTRAL', 'INIT_STYLE', 'COLUMN', 'PAGE', 'PR_Q', 'PR_K', 'ERANK', 'STYLE', 'DELTAS', 'OUTCOMES',
-           'house_style', 'panels', 'spread', 'name_lines', 'save_figure', 'small_png', 'corpus_label', 'caption',
-           'figure_1', 'figure_2', 'layers_and_mean', 'figure_3', 'figure_4', 'figure_causes', 'figure_multiverse']
+           'house_style', 'panels', 'spread', 'name_lines', 'save_figure', 'small_png', 'caption', 'figure_1',
+           'figure_2', 'layers_and_mean', 'figure_3', 'figure_4', 'figure_causes', 'figure_multiverse']
 
-# %% ../nbs/52_figures.ipynb #5eb825bb
+# %% ../nbs/52_figures.ipynb #362d2ed5
 import io
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from .causes import SUSPECTS, entropy_follows
 from .data import write_atomic
-from .stats import GROUPS, HEADLINE, correlate, correlation_text, done, final_values, fit_slopes, paired_deltas, seed_traces
+from .stats import corpus_label, GROUPS, HEADLINE, correlate, correlation_text, done, final_values, fit_slopes, paired_deltas, seed_traces
 
 # %% ../nbs/52_figures.ipynb #ab6414e4
 QUERY, KEY, NEUTRAL = "#0072B2", "#D55E00", "#222222"
@@ -104,13 +104,7 @@ def small_png(
     Image.open(buffer).convert("RGB").quantize(colours).save(out, format="png", optimize=True)
     return out.getvalue()
 
-# %% ../nbs/52_figures.ipynb #fa632273
-def corpus_label(
-    cells # DataFrame, one line a cell
-): # str
-    "The corpora of the finished cells, as the captions name them."
-    return "; ".join(sorted(map(str, done(cells)["corpus_label"].unique())))
-
+# %% ../nbs/52_figures.ipynb #cd148b23
 def caption(
     text, # what is seen, with a full stop
     scale, # "smoke", "cpu", "paper"

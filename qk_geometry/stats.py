@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['WINDOWS', 'MIN_SNAPSHOTS', 'GROUPS', 'HEADLINE', 'ALIGNMENTS', 'DELTA_METRICS', 'CONFIDENCE_METRICS', 'AXES',
-           'CLAIMS', 'read_results', 'done', 'stored_grids', 'seed_traces', 'trace_slopes', 'fit_slopes',
-           'slope_summary', 'correlate', 'p_text', 'correlation_text', 'final_values', 'init_summary', 'mean_interval',
-           'sign_flip', 'cluster_bootstrap', 'seed_deltas', 'paired_deltas', 'verdict', 'Evidence', 'Claim', 'outcome',
-           'multiverse', 'claim_shares']
+           'CLAIMS', 'read_results', 'done', 'corpus_label', 'stored_grids', 'seed_traces', 'trace_slopes',
+           'fit_slopes', 'slope_summary', 'correlate', 'p_text', 'correlation_text', 'final_values', 'init_summary',
+           'mean_interval', 'sign_flip', 'cluster_bootstrap', 'seed_deltas', 'paired_deltas', 'verdict', 'Evidence',
+           'Claim', 'outcome', 'multiverse', 'claim_shares']
 
 # %% ../nbs/51_stats.ipynb #99339401
 import itertools
@@ -21,7 +21,7 @@ from scipy import stats as st
 
 from .columns import METRICS, level as row_level, read_rows
 
-# %% ../nbs/51_stats.ipynb #ac1caa05
+# %% ../nbs/51_stats.ipynb #7191f7d1
 def read_results(
     folder # holds rows.parquet and cells.csv
 ): # rows, cells
@@ -39,6 +39,12 @@ def done(
 ): # the finished ones
     "Cells whose status is `ok`."
     return cells[cells["status"] == "ok"]
+
+def corpus_label(
+    cells # DataFrame, one line a cell
+): # str
+    "The corpora of the finished cells, as the captions name them."
+    return "; ".join(sorted(map(str, done(cells)["corpus_label"].unique())))
 
 # %% ../nbs/51_stats.ipynb #740e9f18
 def stored_grids(

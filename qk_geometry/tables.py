@@ -7,14 +7,14 @@ __all__ = ['INITS', 'QUANTITIES', 'INVARIANTS', 'SETUP', 'table_1', 'read_publis
            'table_4', 'ours_against_published', 'table_multiverse', 'math_claim', 'table_exceptions',
            'table_definitions', 'table_invariants', 'table_open', 'table_setup', 'paper_tables']
 
-# %% ../nbs/53_tables.ipynb #ebe4b131
+# %% ../nbs/53_tables.ipynb #8206a75c
 import re
 import tomllib
 from pathlib import Path
 
 
 from .columns import METRICS
-from .stats import (ALIGNMENTS, AXES, CLAIMS, GROUPS, HEADLINE, claim_shares, correlate, correlation_text, done, fit_slopes, init_summary, mean_interval,
+from .stats import (ALIGNMENTS, AXES, CLAIMS, GROUPS, HEADLINE, claim_shares, corpus_label, correlate, correlation_text, done, fit_slopes, init_summary, mean_interval,
                                multiverse, outcome, slope_summary, verdict)
 from .typeset import Table, mean_sd, number
 
@@ -37,16 +37,19 @@ def _pair(name):
 def _both(title):
     return re.sub(r"\bq\b", "q or k", re.sub(r"\bW_Q\b", "$W_Q$ or $W_K$", title))
 
-# %% ../nbs/53_tables.ipynb #730079eb
+# %% ../nbs/53_tables.ipynb #135fd8df
 def read_published(
     path # published.toml, or what it was parsed to
 ): # dict
     "The published numbers; FileNotFoundError without the file."
     return path if isinstance(path, dict) else tomllib.loads(Path(path).read_text(encoding="utf-8"))
 
-def at_scale(scale): # str
-    "What a caption ends with: the scale, and at the smallest that it decides nothing."
-    return f"Scale: {scale}." + (" This is a pipeline check." if scale == "smoke" else "")
+def at_scale(
+    scale, # "smoke", "cpu", "paper"
+    cells=None, # DataFrame, one line a cell; None where no text was read
+): # str
+    "What a caption ends with: the scale, the corpus, and at the smallest scale that it decides nothing."
+    return f"Scale: {scale}." + (f" Corpus: {corpus_label(cells)}." if cells is not None else "") + (" This is a pipeline check." if scale == "smoke" else "")
 
 def judge(
     scale, # "smoke", "cpu", "paper"
