@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INITS', 'QUANTITIES', 'INVARIANTS', 'SETUP', 'table_1', 'read_published', 'at_scale', 'judge', 'of', 'table_3',
-           'table_4', 'ours_against_published', 'table_multiverse', 'math_claim', 'table_exceptions',
+           'judge_slope', 'table_4', 'ours_against_published', 'table_multiverse', 'math_claim', 'table_exceptions',
            'table_definitions', 'table_invariants', 'table_open', 'table_setup', 'paper_tables']
 
 # %% ../nbs/53_tables.ipynb #8206a75c
@@ -62,7 +62,7 @@ def of(n, published_n): # str
     "A count beside the published one: `15 of 54` when it is smaller."
     return f"{n} of {published_n}" if n < published_n else str(n)
 
-# %% ../nbs/53_tables.ipynb #fff6c519
+# %% ../nbs/53_tables.ipynb #89dd0424
 INITS = GROUPS["all"]
 
 def table_3(
@@ -80,21 +80,31 @@ def table_3(
         lines.append([f"{name}, published", "8" if depths == "deepest" else "all", *(mean_sd(*theirs[i][key]) for i in INITS), str(runs), ""])
         for m in metrics:
             part = ours[(ours["metric"] == m) & (ours["depths"] == depths)].set_index("init").reindex(INITS)
-            words = _leader(part["mean"], [theirs[i][key] for i in INITS], sign)
+            words = _leader(part["mean"], [theirs[i][key] for i in INITS], sign, spread=scale == "paper" and key != "val_loss")
             count = of(int(part["n"].fillna(0).min()), runs)
             lines.append([f"`{m}`, ours", str(deepest) if depths == "deepest" else "all", *map(mean_sd, part["mean"], part["sd"]), count, judge(scale, words)])
-    caption = f"Table 3. Final validation loss (nats per character) and alignment of W_Q and W_K: mean ± sd over runs. Scale: {scale}."
+    caption = f"Table 3. Final validation loss (nats per character) and alignment of $W_Q$ and $W_K$: mean ± sd over runs. {at_scale(scale, cells)}"
     columns = {"quantity": "l", "layers": "l", **dict.fromkeys((i.replace("_", " ") for i in INITS), "r"), "runs": "r", "verdict": "p{2.2cm}"}
     return Table("table3", caption, columns, lines, "Losses of models of different size or on different text cannot be compared; their order can.")
 
-def _leader(means, theirs, sign):
+def _leader(means, theirs, sign, spread):
     if means.isna().any(): return "not measured"
     within = sum(abs(o - m) <= sd for o, (m, sd) in zip(means, theirs))
     leader = (sign * means).idxmax().replace("_", " ")
-    return f"{leader} is {'lowest' if sign < 0 else 'highest'}; {within} of 3 within the published spread"
+    return f"{leader} is {'lowest' if sign < 0 else 'highest'}" + (f"; {within} of {len(theirs)} within the published spread" if spread else "")
 
-# %% ../nbs/53_tables.ipynb #e977553d
+# %% ../nbs/53_tables.ipynb #b85b6cf4
 QUANTITIES = {"pr_q": "$\\mathrm{PR}_Q$", "pr_k": "$\\mathrm{PR}_K$", "pr_q_minus_k": "$\\mathrm{PR}_Q-\\mathrm{PR}_K$"}
+
+def judge_slope(
+    scale, # "smoke", "cpu", "paper"
+    ours, # our mean
+    published_mean, # theirs
+    published_sd, # theirs
+): # str
+    "Direction, and at the paper scale also the place in the published spread."
+    words = verdict(ours, published_mean, published_sd)
+    return judge(scale, words if scale == "paper" else words.partition(",")[0])
 
 def table_4(
     rows, # DataFrame of rows
@@ -108,10 +118,9 @@ def table_4(
         summary = slope_summary(fit_slopes(rows, cells, list(HEADLINE.values()), level=level))
         for s in summary.itertuples():
             n, (mean, sd) = theirs[s.group]["n"], theirs[s.group][s.quantity]
-            words = verdict(s.mean, mean, sd)
-            lines.append([level, s.group, QUANTITIES[s.quantity], of(s.n, n) if level == "layer" else str(s.n), mean_sd(s.mean, s.sd), mean_sd(mean, sd), judge(scale, words)])
+            lines.append([level, s.group, QUANTITIES[s.quantity], of(s.n, n) if level == "layer" else str(s.n), mean_sd(s.mean, s.sd), mean_sd(mean, sd), judge_slope(scale, s.mean, mean, sd)])
         lines.append([level, "all", f"{QUANTITIES['pr_q_minus_k']} > 0", lines[-len(summary)][3], *_positive(summary, theirs, scale)])
-    caption = f"Table 4. Slope of the participation ratio per epoch, from epoch 1 on: mean ± sd over traces, each averaged over seeds. Scale: {scale}."
+    caption = f"Table 4. Slope of the participation ratio per epoch, from epoch 1 on: mean ± sd over traces, each averaged over seeds. {at_scale(scale, cells)}"
     columns = {"level": "l", "init": "l", "slope of": "l", "traces": "r", "ours": "r", "published": "r", "verdict": "p{3cm}"}
     return Table("table4", caption, columns, lines, "The unit of the published slopes is not stated; per epoch is our choice. A participation ratio is at most the width, so slopes of models of different width differ in size.")
 
@@ -122,7 +131,7 @@ def _positive(summary, theirs, scale):
     words = "not measured" if not n else "in every trace, as published" if count == n else f"not in {n - count} of {n} traces"
     return [f"{count} of {n}", f"{total} of {total}", judge(scale, words)]
 
-# %% ../nbs/53_tables.ipynb #1882761e
+# %% ../nbs/53_tables.ipynb #1f85c38f
 def ours_against_published(
     rows, # DataFrame of rows
     cells, # DataFrame, one line a cell
@@ -134,7 +143,7 @@ def ours_against_published(
     slopes = fit_slopes(rows, cells, list(HEADLINE.values()))
     summary = slope_summary(slopes)
     lines = [[f"slope of {QUANTITIES[s.quantity]}", mean_sd(*theirs["table4"]["all"][s.quantity]), mean_sd(s.mean, s.sd), of(s.n, theirs["table4"]["all"]["n"]),
-              judge(scale, verdict(s.mean, *theirs["table4"]["all"][s.quantity]))] for s in summary[summary["group"] == "all"].itertuples()]
+              judge_slope(scale, s.mean, *theirs["table4"]["all"][s.quantity])] for s in summary[summary["group"] == "all"].itertuples()]
     count, all_of_them, words = _positive(summary, theirs["table4"], scale)
     lines.append([f"traces with {QUANTITIES['pr_q_minus_k']} rising", all_of_them, count, lines[-1][3], words])
     free = slopes[slopes["init"].isin(GROUPS["uncoupled"])]
@@ -143,7 +152,7 @@ def ours_against_published(
         lines.append([f"slopes of {_math(x)} and {_math(y)}", "correlate, r > 0", correlation_text(fit).rsplit(", n", 1)[0], of(fit["n"], theirs["table4"]["uncoupled"]["n"]),
                       judge(scale, outcome(fit["low"], fit["high"], 1))])
     lines += [_leading(rows, cells, theirs["table3"], scale, *q) for q in (("lowest loss", "val_loss", "val_loss", -1), ("highest alignment", "alignment", "weight_cosine", 1))]
-    caption = f"Ours against published (arXiv 2609.34273). Mean ± sd. Scale: {scale}."
+    caption = f"Ours against published (arXiv 2609.34273). Mean ± sd. {at_scale(scale, cells)}"
     return Table("ours_against_published", caption, {"claim": "l", "published": "r", "ours": "r", "n": "r", "verdict": "p{3cm}"}, lines,
                  "Slopes per epoch at layer level, from epoch 1 on; r over uncoupled traces; alignment is `weight_cosine` over all depths.")
 
@@ -221,10 +230,10 @@ def table_invariants(
     caption = f"Slope per epoch of quantities that a change of factorisation leaves alone (all but the last): mean and 95 % interval over traces. {at_scale(scale)}"
     return Table("invariants", caption, {"column": "l", "what": "p{5cm}", "mean": "r", "95 % interval": "r", "traces": "r"}, lines)
 
-# %% ../nbs/53_tables.ipynb #fc262fd1
+# %% ../nbs/53_tables.ipynb #b2e6a999
 _open = [
     ("covariance behind \"participation ratio\"", "centred, of activations", "`q_pr_cov`; also raw, corrected, weights"),
-    ("level of a spectral quantity", "layer (heads side by side)", "layer and head rows"),
+    ("level of a spectral quantity", "layer: heads side by side; of score spectra, balanced spectra and entropy, which exist per head alone, the mean over heads", "layer and head rows"),
     ("\"$QK^\\top$ erank\"", "score matrix, unmasked, mean over sequences", "`logit_erank_sv`; also `qk_erank_sv`"),
     ("\"alignment\" of $W_Q$ and $W_K$", "cosine of the flattened matrices", "`weight_cosine`; also columns, rows, angles"),
     ("unit of a slope", "per epoch", "`fit_slopes`"),
@@ -233,9 +242,9 @@ _open = [
     ("disjoint support", "halves of the input coordinates", "`support`; also \"rowspace\""),
     ("block", "pre-LN, GELU MLP of four times the width, learned positions, tied head, no bias in the attention projections, no dropout", "`TrainConfig`"),
     ("optimiser", "AdamW (0.9, 0.95), decay 0.1 on matrices, clip 1.0, linear warmup, cosine to 10 %", "`TrainConfig`"),
-    ("width, heads, context, batch, steps", "one set per scale", "`grids/`"),
+    ("width, heads, context, batch, steps", "one set per scale; 256 wide at the paper scale, the width of which the published rank of K contract, 32, is an eighth", "`grids/`"),
     ("matrix whose spectrum is steered", "that of a layer, heads side by side", "`matrix` in 30a_surgery"),
-    ("rank kept by K contract", "an eighth of the width (32 of 256)", "`intervention_rank_fraction`"),
+    ("rank kept by K contract, 32 as published, at another width", "an eighth of the width", "`intervention_rank_fraction`"),
     ("steps of a surgery", "multiples of 100, from the end of the first epoch on; a snapshot on such a step is taken after it", "`intervention_every`, `intervention_from_epoch`"),
     ("optimiser's memory of a changed matrix", "kept", "`intervention_optimizer_state`; also reset"),
     ("frozen", "put back after every optimiser step", "`intervention_mode`; also no gradient"),
@@ -248,7 +257,7 @@ def table_open(): # Table
     "What the published abstract, tables and captions do not say, and what is done here."
     return Table("left_open", "What the paper leaves open, and our choice.", dict.fromkeys(("open", "default here", "where to change it"), "p{4.5cm}"), [list(line) for line in _open])
 
-# %% ../nbs/53_tables.ipynb #6e1722f7
+# %% ../nbs/53_tables.ipynb #219bc81c
 SETUP = {"init": "initialisation", "n_layers": "layers", "seed": "seed", "d_model": "width", "n_heads": "heads", "n_ctx": "context", "batch_size": "batch", "epochs": "epochs",
          "steps_per_epoch": "steps per epoch", "lr": "learning rate", "weight_decay": "weight decay", "dropout": "dropout", "attention": "attention", "mlp": "MLP", "corpus_label": "corpus",
          "corpus_sha256": "sha256 of the text", "n_params": "parameters", "device": "device", "precision": "precision", "torch": "torch"}
@@ -262,7 +271,7 @@ def table_setup(
     values = lambda column: ", ".join(f"{v:g}" if isinstance(v, float) else str(v)[:16] if "sha256" in column else str(v) for v in sorted(ran[column].unique()))
     lines = [[name, values(column)] for column, name in SETUP.items() if column in ran]
     lines.append(["runs", f"{len(ran)} of {len(cells)} finished"])
-    return Table("setup", f"What was trained. Scale: {scale}.", {"what": "l", "value": "p{9cm}"}, lines)
+    return Table("setup", f"What was trained. {at_scale(scale, cells)}", {"what": "l", "value": "p{9cm}"}, lines)
 
 # %% ../nbs/53_tables.ipynb #ca6c10eb
 def paper_tables(
