@@ -13,7 +13,7 @@ import pytest
 from qk_geometry.arms import RULES, intervention_tables
 from qk_geometry.causes import read_receipts
 from qk_geometry.claims import Study, ledger, table_ledger
-from qk_geometry.columns import write_rows
+from qk_geometry.columns import METRICS, write_rows
 from qk_geometry.comovement import read_series
 from qk_geometry.example import example_grid, example_interventions
 from qk_geometry.interventions import INTERVENTIONS
@@ -135,6 +135,18 @@ def test_the_readme_shows_the_committed_table_and_figure():
     scale = re.search(r"Scale: (\w+)\.", shown)[1]
     assert shown == (ROOT / "paper/tables" / scale / "ours_against_published.md").read_text(encoding="utf-8").strip()
     for figure in re.findall(r"!\[.*?\]\((.*?)\)", readme): assert (ROOT / figure).is_file(), figure
+
+
+def test_what_is_cited_has_an_entry_among_the_references():
+    entries = re.findall(r"@\w+\{.*?\n\}", (ROOT / "paper" / "references.bib").read_text(encoding="utf-8"), re.S)
+    plain = lambda text: re.sub(r"[{}]", "", text.replace(r'\"o', "ö"))
+    known = {f"{plain(re.search(r'author = {(.*?),', e)[1])} {re.search(r'year = {(.*?)}', e)[1]}" for e in entries if "author = " in e}
+    prose = [c.source for c in nbformat.read(ROOT / "paper" / "paper.ipynb", 4).cells if c.cell_type == "markdown"]
+    text = "\n".join((*(column.source for column in METRICS.values()), *prose))
+    cited = {" ".join(pair) for pair in re.findall(r"\b([A-ZÀ-Þ][\w'-]+)(?: et al\.| and [A-ZÀ-Þ][\w'-]+)? ((?:19|20)\d\d)\b", text)}
+    assert {"Shannon 1948", "Björck 1973", "Vaswani 2017"} <= cited and sorted(cited - known) == []
+    ids = set(re.findall(r"arXiv (\d{4}\.\d{5})", text))
+    assert len(ids) >= 4 and ids <= set(re.findall(r"eprint = {(.*?)}", "\n".join(entries)))
 
 
 def test_every_arm_has_a_rule_and_the_other_way_round():
