@@ -7,13 +7,13 @@ __all__ = ['INITS', 'QUANTITIES', 'INVARIANTS', 'SETUP', 'table_1', 'read_publis
            'judge_slope', 'table_4', 'ours_against_published', 'table_multiverse', 'math_claim', 'table_exceptions',
            'table_definitions', 'table_invariants', 'table_open', 'table_setup', 'paper_tables']
 
-# %% ../nbs/53_tables.ipynb #8206a75c
+# %% ../nbs/53_tables.ipynb #1dce8d4e
 import re
 import tomllib
 from pathlib import Path
 
 
-from .columns import METRICS
+from .columns import METRICS, moved_by
 from .stats import (ALIGNMENTS, AXES, CLAIMS, GROUPS, HEADLINE, claim_shares, corpus_label, correlate, correlation_text, done, fit_slopes, init_summary, mean_interval,
                                multiverse, outcome, slope_summary, verdict)
 from .typeset import Table, mean_sd, number
@@ -167,17 +167,20 @@ def _leading(rows, cells, theirs, scale, what, key, metric, sign):
     lead = (sign * ours["mean"]).idxmax() if ours["mean"].notna().all() else None
     return [what, who("identical", theirs["identical"][key][0]), who(lead, ours["mean"][lead]) if lead else "—", of(int(ours["n"].fillna(0).min()), theirs["identical"]["runs"]), judge(scale, test["outcome"])]
 
-# %% ../nbs/53_tables.ipynb #164cc74c
+# %% ../nbs/53_tables.ipynb #4665bfac
 def table_multiverse(
     results, # from `multiverse`
     scale, # "smoke", "cpu", "paper"
+    cells=None, # DataFrame, one line a cell; without, the caption names no corpus
 ): # Table
     "Per claim, the share of definitions under which it holds, split by each choice."
-    lines = [[math_claim(s.claim), str(s.tested), str(s.holds), number(100 * s.share, 1) + " %" if s.tested else "—", _by_choice(results[results["claim"] == s.claim])]
+    lines = [[math_claim(s.claim), str(s.tested), str(s.holds), str(s.reversed), number(100 * s.share, 1) + " %" if s.tested else "—", _by_choice(results[results["claim"] == s.claim])]
              for s in claim_shares(results).itertuples()]
-    caption = f"Each claim under every definition that is left open. {at_scale(scale)}"
-    return Table("multiverse", caption, {"claim": "p{3.5cm}", "tested": "r", "holds": "r", "share": "r", "holds, by choice": "p{6cm}"}, lines,
-                 "A claim holds under a definition when the whole 95 % interval of its estimate has the claimed sign.")
+    caption = f"Each claim under every definition that is left open and that stored rows allow. {at_scale(scale, cells)}"
+    return Table("multiverse", caption, {"claim": "p{3.5cm}", "tested": "r", "holds": "r", "reversed": "r", "share that holds": "r", "holds, by choice": "p{6cm}"}, lines,
+                 "A claim holds under a definition when the whole 95 % interval of its estimate has the claimed sign, and is reversed when it has the other; \"in every trace\" holds without an exception. Varied is only what stored rows allow: "
+                 "ratio, level, window, spectrum, alignment, depths, layers. Choices that need new runs are in the table of what is left open, and are not varied. The centred and the corrected ratio are near copies of each other, so a share is no probability. "
+                 "At head level the heads of a layer are averaged first.")
 
 def math_claim(
     claim # key of CLAIMS
@@ -193,27 +196,29 @@ def _by_choice(part):
 def table_exceptions(
     results, # from `multiverse`
     scale, # "smoke", "cpu", "paper"
+    cells=None, # DataFrame, one line a cell; without, the caption names no corpus
 ): # Table
     "Every definition under which a claim does not hold, with its estimate and interval."
     part = results[results["outcome"] != "holds"]
     lines = [[math_claim(r.claim), r.definition, number(r.estimate, 3), f"{number(r.low, 3)} to {number(r.high, 3)}", str(r.n), r.outcome] for r in part.itertuples()]
-    caption = f"Definitions under which a claim does not hold. {at_scale(scale)}"
+    caption = f"Definitions under which a claim does not hold. {at_scale(scale, cells)}"
     return Table("multiverse_exceptions", caption, {"claim": "p{4cm}", "definition": "p{4cm}", "estimate": "r", "95 % interval": "r", "n": "r", "outcome": "l"}, lines)
 
-# %% ../nbs/53_tables.ipynb #0182cdbc
+# %% ../nbs/53_tables.ipynb #360c0837
 def table_definitions(
     results, # from `multiverse`
     scale, # "smoke", "cpu", "paper"
+    cells=None, # DataFrame, one line a cell; without, the caption names no corpus
 ): # Table
     "Mean slope of queries, keys and their difference under each definition of the participation ratio."
-    part = results[(results["pr"] != "") & (results["spectrum"] == "") & (results["level"] == "layer") & (results["window"] == "from_epoch_1")]
+    part = results[(results["pr"] != "") & (results["spectrum"] == "") & (results["claim"] != "they part in every trace") & (results["level"] == "layer") & (results["window"] == "from_epoch_1")]
     cell = lambda r: f"{number(r['estimate'])} ({number(r['low'])} to {number(r['high'])})"
     lines = [[pr, *(cell(r) for _, r in part[part["pr"] == pr].iterrows())] for pr in AXES["pr"]]
-    caption = f"Mean slope per epoch, with its 95 % interval over traces, by definition of the participation ratio. {at_scale(scale)}"
+    caption = f"Mean slope per epoch, with its 95 % interval over traces, by definition of the participation ratio. {at_scale(scale, cells)}"
     return Table("definitions", caption, {"participation ratio": "l", **dict.fromkeys(QUANTITIES.values(), "r")}, lines,
                  "Centred, raw and corrected are of activations; weight is of the squared singular values of $W_Q$ and $W_K$.")
 
-# %% ../nbs/53_tables.ipynb #070d1040
+# %% ../nbs/53_tables.ipynb #a9b4bc98
 INVARIANTS = ("logit_erank_sv", "logit_pr_sv2", "qk_erank_sv", "qk_pr_sv2", "balanced_pr", "balanced_erank", "attention_entropy", "gram_imbalance")
 
 def table_invariants(
@@ -221,14 +226,15 @@ def table_invariants(
     cells, # DataFrame, one line a cell
     scale, # "smoke", "cpu", "paper"
 ): # Table
-    "Slope of what does not depend on how the logits are factorised, and of the imbalance, which does."
+    "Slopes of spectra, entropy and imbalance, with the changes that move each and that attention cannot see."
     slopes = fit_slopes(rows, cells, INVARIANTS)
     lines = []
     for m in INVARIANTS:
         mean, low, high, n = mean_interval(slopes[m])
-        lines.append([f"`{m}`", METRICS[m].title, number(mean), f"{number(low)} to {number(high)}", str(int(n))])
-    caption = f"Slope per epoch of quantities that a change of factorisation leaves alone (all but the last): mean and 95 % interval over traces. {at_scale(scale)}"
-    return Table("invariants", caption, {"column": "l", "what": "p{5cm}", "mean": "r", "95 % interval": "r", "traces": "r"}, lines)
+        lines.append([f"`{m}`", METRICS[m].title, number(mean), f"{number(low)} to {number(high)}", str(int(n)), " and ".join(moved_by(m)) or "neither"])
+    caption = f"Slope per epoch of the spectra of scores, weight product and balanced factors, of the entropy and of the imbalance, with what moves each: mean and 95 % interval over traces. {at_scale(scale, cells)}"
+    return Table("invariants", caption, {"column": "l", "what": "p{5cm}", "mean": "r", "95 % interval": "r", "traces": "r", "moved by": "p{2.2cm}"}, lines,
+                 "Moved by: which of two changes that attention cannot see, a change of basis of queries and keys or one vector added to all keys (key shift), moves the quantity.")
 
 # %% ../nbs/53_tables.ipynb #b2e6a999
 _open = [
@@ -273,7 +279,7 @@ def table_setup(
     lines.append(["runs", f"{len(ran)} of {len(cells)} finished"])
     return Table("setup", f"What was trained. {at_scale(scale, cells)}", {"what": "l", "value": "p{9cm}"}, lines)
 
-# %% ../nbs/53_tables.ipynb #ca6c10eb
+# %% ../nbs/53_tables.ipynb #2edecf2b
 def paper_tables(
     rows, # DataFrame of rows
     cells, # DataFrame, one line a cell
@@ -284,4 +290,4 @@ def paper_tables(
     "Every table of the paper that one grid gives."
     results = multiverse(rows, cells) if results is None else results
     return [table_1(), table_open(), *(make(rows, cells, published, scale) for make in (table_3, table_4, ours_against_published)),
-            *(make(results, scale) for make in (table_multiverse, table_exceptions, table_definitions)), table_invariants(rows, cells, scale), table_setup(cells, scale)]
+            *(make(results, scale, cells) for make in (table_multiverse, table_exceptions, table_definitions)), table_invariants(rows, cells, scale), table_setup(cells, scale)]
