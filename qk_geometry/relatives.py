@@ -88,7 +88,7 @@ def relative_tables(
     recalls = [watched(g, "recall") for g in ("recall", "recall_matched") if g in found]
     return tables + ([table_recall(recalls, scale)] if recalls else [])
 
-# %% ../nbs/53g_relatives.ipynb #c4916bc5
+# %% ../nbs/53g_relatives.ipynb #725194a7
 def parting(
     found, # from `read_relatives`
     name, # in SYSTEMS
@@ -98,7 +98,7 @@ def parting(
     if (got := system(found, *which)) is None: return []
     slopes = fit_slopes(*got, ("q_pr_cov", "k_pr_cov"), by=("attention",))
     mean, low, high, n = mean_interval(slopes["q_pr_cov"] - slopes["k_pr_cov"])
-    return [Part(f"PR_Q - PR_K slope, {got[1]['seed'].nunique()} seeds", float(mean), float(low), float(high), int(n), "t over layers")]
+    return [Part("PR_Q - PR_K slope, seeds: " + str(seeds := got[1]["seed"].nunique()), float(mean), float(low), float(high), int(n), "t over layers", seeds=seeds)]
 
 WHERE = {"no key:\nvalues answer": "without a key", "one-sided\nfilter": "through one-sided filters", "normalised,\nrotated, gated": "when normalised and rotated", "no MLP": "without an MLP", "attention only": "in an attention-only transformer",
          FUTURE: "through filters that read the future"}
