@@ -102,7 +102,7 @@ def published_delta(
     key = KEYS_PUBLISHED[metric]
     return theirs[arm][key] - theirs["none"][key] if arm in theirs else np.nan
 
-# %% ../nbs/53a_arms.ipynb #4db490bd
+# %% ../nbs/53a_arms.ipynb #9eb96347
 def all_deltas(
     rows, # DataFrame of rows
     cells, # DataFrame with an `intervention` column
@@ -129,10 +129,10 @@ def table_5_deltas(
         lines.append([d.label, HEADINGS[d.metric], of(d.n, 5), number(d.delta), f"{number(d.low)} to {number(d.high)}", f"{number(d.boot_low)} to {number(d.boot_high)}",
                       number(d.p_sign_flip), f"{d.agree * d.n:.0f} of {d.n}" if d.delta else "no change", number(other), judge(scale, direction(d.low, d.high, d.delta, other))])
     caption = f"Table 5, differences: each arm minus the baseline of the same seed, at the last snapshot. {at_scale(scale, cells)}"
-    columns = dict(zip(("intervention", "metric", "seeds", "difference", "95 % interval", "bootstrap", "sign-flip p", "same sign", "published", "verdict"), "llrrrrrrrl"))
+    columns = dict(zip(("intervention", "metric", "seeds", "difference", "95 % interval", "bootstrap", "sign-flip p", "same sign", "published", "verdict"), ("p{3.6cm}", *"lrrrrrrrl")))
     return Table("table5_deltas", caption, columns, lines, "Interval: Student's, over seeds. Bootstrap: whole seeds drawn with replacement. Sign-flip: exact, two-sided. A verdict is undecided when the interval holds zero. " + MIXED)
 
-# %% ../nbs/53a_arms.ipynb #3d2eea54
+# %% ../nbs/53a_arms.ipynb #def767cc
 def table_directions(
     rows, # DataFrame of rows
     cells, # DataFrame with an `intervention` column
@@ -148,10 +148,10 @@ def table_directions(
         same = np.sign(part["delta"]) == np.sign(other)
         clear = [outcome(low, high, sign) == "holds" for low, high, sign in zip(part["low"], part["high"], np.sign(other))]
         lines.append([label, signs(other), signs(part["delta"]), judge(scale, f"{same.sum()} of 4"), judge(scale, f"{sum(clear)} of 4"), of(int(part["n"].min()), 5)])
-    columns = dict(zip(("intervention", "published", "ours", "same direction", "with a clear interval", "seeds"), "lllrrr"))
+    columns = dict(zip(("intervention", "published", "ours", "same direction", "with a clear interval", "seeds"), ("p{3.6cm}", *"llrrr")))
     return Table("directions", f"Directions of Table 5: {', '.join(HEADINGS[m] for m in DELTA_METRICS)}, relative to the baseline. {at_scale(scale, cells)}", columns, lines, MIXED)
 
-# %% ../nbs/53a_arms.ipynb #d519d085
+# %% ../nbs/53a_arms.ipynb #d0c51cf3
 MATCHED_METRICS = ("attention_entropy", "logit_std", "logit_erank_sv")
 
 def table_matched(
@@ -166,11 +166,11 @@ def table_matched(
     for matched, plain in TWINS.items():
         three = ran[ran["intervention"].isin(["none", plain, matched])]
         three = three[three.groupby("seed")["intervention"].transform("nunique") == 3]
-        factors = receipts[receipts["intervention"] == matched].groupby("step")["scale"].median()
+        notes = receipts[receipts["intervention"] == matched]
+        factors = [number(scales.median(), 3) for scales in (notes["scale"], notes.groupby(["cell", "layer"])["scale"].last())]
         for arm, control in ((plain, "none"), (matched, "none"), (matched, plain)):
             if (deltas := against(rows, three, arm, control, MATCHED_METRICS)).empty: continue
-            last = [number(factors.median(), 2), number(factors.iloc[-1], 2)] if arm == matched and len(factors) else ["—", "—"]
-            lines.append([f"`{arm}`", f"`{control}`", of(int(deltas["n"].min()), 5), *map(spread, deltas.itertuples()), *last])
+            lines.append([f"`{arm}`", f"`{control}`", of(int(deltas["n"].min()), 5), *map(spread, deltas.itertuples()), *(factors if arm == matched else ["—", "—"])])
     columns = {"intervention": "l", "minus": "l", "seeds": "r", **{HEADINGS[m]: "r" for m in MATCHED_METRICS}, "factor, median": "r", "factor, last": "r"}
     return Table("matched", f"What matching the logits changed: differences at the last snapshot, by seed, with Student's 95 % interval. {at_scale(scale, cells)}", columns, lines,
                  "A factor rescales $W_K$ so that one surgery leaves the logit std as it was; training moves it between surgeries. Medians over layers and seeds: of all applications, and of the last one.")

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['QUERY', 'KEY', 'NEUTRAL', 'INIT_STYLE', 'COLUMN', 'PAGE', 'PR_Q', 'PR_K', 'ERANK', 'STYLE', 'DELTAS', 'OUTCOMES',
            'house_style', 'panels', 'spread', 'name_lines', 'save_figure', 'small_png', 'caption', 'figure_1',
-           'figure_2', 'layers_and_mean', 'figure_3', 'figure_4', 'figure_causes', 'figure_multiverse']
+           'figure_2', 'layers_and_mean', 'figure_3', 'figure_4', 'crowds', 'figure_causes', 'arm_colour',
+           'figure_multiverse']
 
-# %% ../nbs/52_figures.ipynb #362d2ed5
+# %% ../nbs/52_figures.ipynb #31460279
 import io
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,10 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from .causes import SUSPECTS, entropy_follows
+from .causes import SUSPECTS, common_seeds, entropy_follows
 from .data import write_atomic
 from .stats import corpus_label, GROUPS, HEADLINE, correlate, correlation_text, done, final_values, fit_slopes, paired_deltas, seed_traces
 
@@ -229,25 +231,48 @@ def figure_4(
         fig.colorbar(colours, ax=axes, aspect=30, pad=0.01, label="confidence")
     return fig
 
-# %% ../nbs/52_figures.ipynb #e0de49ea
+# %% ../nbs/52_figures.ipynb #dc02409a
+def crowds(
+    points, # [n 2] positions
+    reach, # distance that counts as one spot
+): # list of lists of indices, by their first member
+    "Gather points so that none is within `reach` of a point in another crowd; a missing point is in none."
+    points, found = np.asarray(points, float), []
+    for i in np.flatnonzero(np.isfinite(points).all(1)):
+        near = [c for c in found if np.hypot(*(points[c] - points[i]).T).min() <= reach]
+        found = [c for c in found if c not in near] + [[*sum(near, []), int(i)]]
+    return sorted(map(sorted, found))
+
+# %% ../nbs/52_figures.ipynb #0bbf579a
 def figure_causes(
     rows, # DataFrame of rows
     cells, # DataFrame with an `intervention` column
 ): # figure
-    "Final entropy of every arm against effective rank and against logit scale."
-    final, follows = final_values(rows, cells, ("attention_entropy", *SUSPECTS)), entropy_follows(rows, cells)
-    colour = lambda arm: NEUTRAL if arm == "none" else QUERY if arm.startswith("q_") or arm.endswith("_q") else KEY if arm.startswith("k_") or arm.endswith("_k") else "#009E73"
+    "Final entropy of every arm against effective rank and against logit scale; ValueError without a baseline."
+    final, follows = common_seeds(rows, cells, ("attention_entropy", *SUSPECTS)), entropy_follows(rows, cells)
+    means = final.groupby("intervention", sort=False)[["attention_entropy", *SUSPECTS]].mean()
+    letters, colours, name = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", list(map(arm_colour, means.index)), {"logit_erank_sv": ERANK, "logit_std": "logit std"}
     with house_style():
         fig, axes = panels(1, 2, height=2.9, sharey=True)
-        for ax, f in zip(axes[0], follows.itertuples()):
-            for letter, (arm, part) in zip("abcdefghijklmnopqrstuvwxyz", final.groupby("intervention", sort=False)):
-                ax.plot(part[f.metric], part["attention_entropy"], ".", ms=2.5, color=colour(arm), alpha=0.6, label=f"{letter}  {arm.replace('_', ' ')}")
-                ax.annotate(letter, part[[f.metric, "attention_entropy"]].mean(), color=colour(arm), ha="center", va="center", fontsize=9, weight="bold")
-            name = {"logit_erank_sv": ERANK, "logit_std": "logit std"}
-            ax.set(xlabel=name[f.metric], title=f"r = {f.r:.2f}, with {name[f.given]} held fixed {f.partial_r:.2f}".replace("-", "\u2212"))
+        for ax, panel, f in zip(axes[0], "ab", follows.itertuples()):
+            ax.plot(final[f.metric], final["attention_entropy"], ".", ms=3, color="#AAAAAA", zorder=0)
+            title = f"r = {f.r:.2f}; {f.partial_r:.2f} with {name[f.given]} fixed".replace("-", "\u2212")
+            ax.set(xlabel=name[f.metric], title=f"{panel}  {title}")
         axes[0, 0].set_ylabel("attention entropy (nats)")
-        fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", handlelength=1)
+        handles = [Line2D([], [], linestyle="", marker=f"$\\mathbf{{{x}}}$", color=c, label=arm.replace("_", " "), markersize=5, markeredgewidth=0) for x, c, arm in zip(letters, colours, means.index)]
+        fig.legend(handles=handles, loc="outside right center", handlelength=1)
+        fig.draw_without_rendering()                                       # the panels get their size here, and distances their meaning
+        for ax, metric in zip(axes[0], follows["metric"]):
+            spots = means[[metric, "attention_entropy"]].to_numpy()
+            for crowd in crowds(ax.transData.transform(spots), 7 * fig.dpi / 72):
+                colour = colours[crowd[0]] if len({colours[i] for i in crowd}) == 1 else NEUTRAL
+                ax.annotate("/".join(letters[i] for i in crowd), spots[crowd].mean(0), color=colour, ha="center", va="center", fontsize=8, weight="bold")
     return fig
+
+def arm_colour(arm): # colour
+    "That of the projection an arm acts on; neutral for the baseline, green for the rest."
+    if arm == "none": return NEUTRAL
+    return QUERY if arm.startswith("q_") or arm.endswith("_q") else KEY if arm.startswith("k_") or arm.endswith("_k") else INIT_STYLE["independent"][0]
 
 # %% ../nbs/52_figures.ipynb #d7afca6a
 OUTCOMES = {"holds": "#009E73", "undecided": "#D9D9D9", "reversed": "#D55E00", "not tested": "white"}
