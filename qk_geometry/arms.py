@@ -102,7 +102,7 @@ def published_delta(
     key = KEYS_PUBLISHED[metric]
     return theirs[arm][key] - theirs["none"][key] if arm in theirs else np.nan
 
-# %% ../nbs/53a_arms.ipynb #9eb96347
+# %% ../nbs/53a_arms.ipynb #125d394b
 def all_deltas(
     rows, # DataFrame of rows
     cells, # DataFrame with an `intervention` column
@@ -114,7 +114,7 @@ def all_deltas(
         if (control := OWN_CONTROLS.get(arm)) and len(own := against(rows, cells, arm, control)): parts.append(own.assign(label=f"`{arm}` against `{control}`"))
     return pd.concat(parts, ignore_index=True)
 
-MIXED = "The published difference of `decouple` is to `none`, which starts independent: it mixes the identical start with the turn. Against `identical_start` the turn is left alone; the published sign beside it is still that of the mixture."
+MIXED = "The published difference of `decouple` is to `none`, which starts independent: it mixes the identical start with the turn. Against `identical_start`, where both ran, the turn is left alone; the published sign beside it is still that of the mixture."
 
 def table_5_deltas(
     rows, # DataFrame of rows
@@ -175,7 +175,7 @@ def table_matched(
     return Table("matched", f"What matching the logits changed: differences at the last snapshot, by seed, with Student's 95 % interval. {at_scale(scale, cells)}", columns, lines,
                  "A factor rescales $W_K$ so that one surgery leaves the logit std as it was; training moves it between surgeries. Medians over layers and seeds: of all applications, and of the last one.")
 
-# %% ../nbs/53a_arms.ipynb #f105f2bb
+# %% ../nbs/53a_arms.ipynb #1b7daaac
 def table_causes(
     rows, # DataFrame of rows
     cells, # DataFrame with an `intervention` column
@@ -190,8 +190,8 @@ def table_causes(
     seeds = entropy_follows(rows, cells)["seeds"].iloc[0]
     columns = dict(zip(("over", "suspect", "r with entropy", "held fixed", "partial r", "n"), "llrlrr"))
     return Table("causes", f"What entropy goes along with. {at_scale(scale, cells)}", columns, lines,
-                 f"Arms: one point each, averaged over layers and the {seeds} seeds that all have; the baseline and what equals it in every value are left out. Traces: layers of the main grid, averaged over seeds. "
-                 "95 % intervals; arms were chosen, not drawn, and layers of one network are not independent, so they describe these points.")
+                 f"Arms: one point each, averaged over layers and the {seeds} seeds that all have; the baseline and what equals it in every value are left out. "
+                 f"{'Traces: layers of the main grid, averaged over seeds. ' if main else ''}95 % intervals; arms were chosen, not drawn, and layers of one network are not independent, so they describe these points.")
 
 # %% ../nbs/53a_arms.ipynb #f4da756c
 def intervention_tables(
