@@ -7,7 +7,7 @@ __all__ = ['VERDICTS', 'LEDGER', 'CURVES', 'Part', 'verdict_of', 'Study', 'headl
            'depth_regimes', 'arms', 'suspect', 'slope_of', 'early_series', 'Entry', 'ledger', 'table_ledger',
            'figure_specifications']
 
-# %% ../nbs/53c_claims.ipynb #aaf4d091
+# %% ../nbs/53c_claims.ipynb #6b047ce5
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import pandas as pd
 from scipy import stats as st
 
 from .arms import HEADINGS, published_delta
-from .causes import entropy_follows
+from .causes import GAUGE_FREE_SUSPECTS, SUSPECTS, entropy_follows
 from .columns import moved_by
 from .figures import NEUTRAL, OUTCOMES, PAGE, PR_K, PR_Q, house_style, panels
 from .stats import AXES, CONFIDENCE_METRICS, HEADLINE, claim_shares, done, fit_slopes, mean_interval, multiverse, outcome, p_text, paired_deltas, positive_share
@@ -140,20 +140,16 @@ def arms(
         return Part(what, d["delta"], d["low"], d["high"], int(d["n"]), f"paired t; sign flip {p_text(d['p_sign_flip'])}", seeds=int(d["n"]), **about)
     return lambda study: [part(study.deltas(baseline), arm, m, s) for arm, of_arm in signs.items() for m, s in of_arm.items()]
 
-# %% ../nbs/53c_claims.ipynb #7c2c3441
+# %% ../nbs/53c_claims.ipynb #b746cce6
 def suspect(
-    metric, # logit_erank_sv or logit_std
+    suspects, # rank and scale, or scale and rank: the first is asked about, the second held fixed
     sign, # as claimed
-    rank="logit_erank_sv", # column that stands for the effective rank
 ): # function of Study giving [Part]
     "Partial correlation of the arms' entropy with one suspect, the other held fixed."
-    name = lambda m: rank if m == "logit_erank_sv" else m
     def parts(study):
         if study.interventions is None: return []
-        rows, cells = study.interventions
-        f = entropy_follows(rows.assign(logit_erank_sv=rows[rank]), cells).set_index("metric").loc[metric]
-        return [Part(f"entropy with {name(metric)}, {name(f['given'])} fixed: partial r", f["partial_r"], f["partial_low"], f["partial_high"], int(f["partial_n"]), f"over arms; {p_text(f['partial_p'])}", sign,
-                     metrics=("attention_entropy", name(metric), name(f["given"])))]
+        f = entropy_follows(*study.interventions, suspects).set_index("metric").loc[suspects[0]]
+        return [Part(f"entropy with {suspects[0]}, {suspects[1]} fixed: partial r", f["partial_r"], f["partial_low"], f["partial_high"], int(f["partial_n"]), "over arms, which were chosen and not drawn", sign, metrics=("attention_entropy", *suspects))]
     return parts
 
 def slope_of(metric, what, sign): # function of Study giving [Part]
@@ -188,7 +184,7 @@ def _delta(arm, *metrics): # differences to the published baseline
     signed = lambda change: f"{'+' * (change > 0)}{number(change, 2)}"
     return lambda p: f"{arm.replace('_', ' ')}: " + ", ".join(f"{HEADINGS[m]} {signed(published_delta(p['table5'], arm, m))}" for m in metrics)
 
-# %% ../nbs/53c_claims.ipynb #073c2c3b
+# %% ../nbs/53c_claims.ipynb #779b20e1
 _up, _down = {"attention_entropy": 1, "logit_std": -1, "logit_erank_sv": 1}, {"attention_entropy": -1, "logit_std": 1, "logit_erank_sv": -1}
 _freeze, _turned, _seen_by = {"attention_entropy": 1, "logit_std": -1}, {"attention_entropy": -1, "logit_std": 1, "logit_erank_sv": 1}, CONFIDENCE_METRICS
 _t, _pair = "t over traces", "paired t over depth and seed"
@@ -212,8 +208,8 @@ LEDGER = [
     Entry("identical start has the best loss", _per_init("val_loss"), ("val_loss",), headline("identical start has the lowest loss", "identical minus its closest rival", _pair, -1), "identical start has the lowest loss"),
     Entry("the early regime survives in public checkpoints", _series, ("q_pr_cov", "k_pr_cov"), early_series),
     Entry("ours: what attention can see contracts", _not_asked, ("balanced_pr",), slope_of("balanced_pr", "slope of the balanced PR", -1)),
-    Entry("ours: entropy follows rank at fixed logit scale", _not_asked, _seen_by, together(suspect("logit_erank_sv", 1), suspect("logit_erank_sv", 1, "balanced_erank"))),
-    Entry("ours: entropy follows logit scale at fixed rank", _not_asked, _seen_by, suspect("logit_std", -1)),
+    Entry("ours: entropy follows rank at fixed logit scale", _not_asked, _seen_by, together(suspect(SUSPECTS, 1), suspect(GAUGE_FREE_SUSPECTS, 1))),
+    Entry("ours: entropy follows logit scale at fixed rank", _not_asked, _seen_by, suspect(SUSPECTS[::-1], -1)),
 ]
 
 # %% ../nbs/53c_claims.ipynb #548be7d9

@@ -17,7 +17,7 @@ from qk_geometry.columns import METRICS, write_rows
 from qk_geometry.comovement import read_series
 from qk_geometry.example import example_grid, example_interventions
 from qk_geometry.interventions import INTERVENTIONS
-from qk_geometry.relatives import read_relatives, relative_entries, relative_tables
+from qk_geometry.relatives import read_relatives, relative_entries, relative_tables, system_cells
 from qk_geometry.revisions import read_stand_ins, series_tables
 from qk_geometry.stats import read_results
 from qk_geometry.tables import paper_tables
@@ -33,10 +33,11 @@ def tables_of(scale):
     folder, published = ROOT / "results" / scale, ROOT / "paper" / "published.toml"
     main, steered = read_results(folder / "characters"), folder / "interventions"
     arms = read_results(steered) if steered.is_dir() else None
-    tables = paper_tables(*main, published, scale) + (intervention_tables(*arms, read_receipts(steered), published, scale) if arms else [])
+    tables = paper_tables(*main, published, scale) + (intervention_tables(*arms, read_receipts(steered), published, scale, main) if arms else [])
     if (folder / "checkpoints").is_dir(): tables = tables + series_tables(*read_series(folder / "checkpoints"), published, scale, read_stand_ins(folder))
     found = read_relatives(folder)
-    return tables + relative_tables(folder, found, published, scale) + [table_ledger(ledger(Study(main, arms), published, relative_entries(found)), scale)]
+    cells = pd.concat([main[1], *([arms[1]] if arms else []), system_cells(found)])
+    return tables + relative_tables(folder, found, published, scale) + [table_ledger(ledger(Study(main, arms), published, relative_entries(found)), scale, cells)]
 
 
 def bytes_of(tables, folder):
