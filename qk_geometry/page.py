@@ -34,7 +34,7 @@ def mathml(
         return re.sub(r"[*_|`]", lambda m: f"&#{ord(m[0])};", element)
     return _formula.sub(replace, text)
 
-# %% ../nbs/53d_page.ipynb #52368788
+# %% ../nbs/53d_page.ipynb #19db5137
 CSS = """
 @page { size: A4; margin: 18mm 15mm; }
 body { font: 10.5pt/1.45 Georgia, 'DejaVu Serif', serif; max-width: 46em; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -44,7 +44,7 @@ th, td { padding: .25em .5em; text-align: left; vertical-align: top; overflow-wr
 td[style*=right], th[style*=right] { text-align: right; }
 math { font-family: 'STIX Two Math', 'Latin Modern Math', 'DejaVu Math TeX Gyre', math; }
 tr, img, .output:has(img) { break-inside: avoid; } img { max-width: 100%; max-height: 215mm; display: block; margin: auto; } code { font-size: .9em; }
-p { orphans: 3; widows: 3; } p:has(+ table), thead { break-after: avoid; }
+p { orphans: 3; widows: 3; } p:has(+ table) { break-inside: avoid; } p:has(+ table), thead { break-after: avoid; }
 blockquote { margin-left: 0; font-style: italic; }
 table:has(th:nth-child(7)) { font-size: 6.6pt; } table:has(th:nth-child(7)) td, table:has(th:nth-child(7)) th { padding: .2em .3em; }
 """

@@ -119,7 +119,7 @@ def test_the_paper_runs_and_only_smoke_is_a_pipeline_check(scale, made_up, tmp_p
     assert ("published spread" in outputs) == (scale == "paper")
     assert {p.suffix for p in (tmp_path / "figures" / scale).iterdir()} == {".pdf", ".png"}
     assert ("No interventions have been run at this scale" in outputs) == (scale == "cpu") == (not (tmp_path / "tables" / scale / "table5.md").exists())
-    assert ("4 of 4, 4 of 4 with a clear interval" in outputs) == (scale == "paper")
+    assert ("| 4 of 4 | 4 of 4 |" in outputs) == (scale == "paper")           # the directions of an arm, decided
     assert "pipeline check" in (tmp_path / "tables" / scale / "table4.md").read_text() or scale != "smoke"
 
 
