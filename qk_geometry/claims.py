@@ -250,7 +250,7 @@ def table_ledger(
 
 def _seen(moved): return "yes" if not moved else "no: " + " and ".join(moved) + (" move it" if len(moved) > 1 else " moves it")
 
-# %% ../nbs/53c_claims.ipynb #7da6c582
+# %% ../nbs/53c_claims.ipynb #41ced937
 CURVES = {"queries expand: PR_Q slope > 0": f"a  slope of {PR_Q}", "keys contract: PR_K slope < 0": f"b  slope of {PR_K}", "they part: PR_Q - PR_K slope > 0": f"c  slope of {PR_Q} \u2212 {PR_K}"}
 
 def figure_specifications(
@@ -279,3 +279,4 @@ def _curve(ax, part):
     ax.scatter(part.index, part["estimate"], c=part["outcome"].map(OUTCOMES), edgecolors=NEUTRAL, linewidths=0.3, s=14, zorder=3)
     ax.axhline(0, color=NEUTRAL, linewidth=0.5, linestyle=":")
     ax.set_yscale("symlog", linthresh=0.1)
+    ax.margins(y=0.08)
