@@ -198,7 +198,7 @@ def table_spectra(
     return Table("spectra", f"Spectra of the four matrices of attention during training, mean over layers and seeds. {at_scale(scale, spectra)}", columns, lines,
                  "Published: the stable rank of $W_Q$ and $W_K$ stops changing within the first quarter, that of $W_O$ keeps gaining.")
 
-# %% ../nbs/53f_variants.ipynb #58fbb5f9
+# %% ../nbs/53f_variants.ipynb #c89f0178
 FACTS, DIGITS = 3, 10 # facts of a line, and values of a fact, in the text of 14a
 
 def guesses(
@@ -215,13 +215,14 @@ def table_recall(
 ): # Table
     "How well answers are known at the end of training, from the context and from the weights, and how soon."
     table, lines = pd.concat(results, ignore_index=True), []
-    for (corpus, *kind), part in table.groupby(["corpus", *BY], sort=False):
-        end = part[part["step"] == part["step"].max()]
+    table["steps"] = table.groupby("cell")["step"].transform("max")
+    for (corpus, steps, *kind), part in table.groupby(["corpus", "steps", *BY], sort=False):
+        end = part[part["step"] == steps]
         known = part[part["accuracy"] >= 0.9].groupby("cell")["step"].min()
         soon = f"{known.median():.0f}" if len(known) == end["cell"].nunique() else f"{len(known)} of {end['cell'].nunique()} runs"
-        lines.append([corpus.removeprefix("recall_"), kind_name(*kind), f"{end['n_params'].iloc[0]:,.0f}", over_seeds(end["answer_loss"]), f"{end['accuracy'].mean():.1%}", soon, str(end["cell"].nunique())])
+        lines.append([corpus.removeprefix("recall_"), kind_name(*kind), f"{end['n_params'].iloc[0]:,.0f}", f"{steps:,.0f}", over_seeds(end["answer_loss"]), f"{end['accuracy'].mean():.1%}", soon, str(end["cell"].nunique())])
     even, blind, left = (f"{share:.0%}" for share in guesses())
-    columns = dict(zip(("answer from", "model", "parameters", "loss at the answers", "right", "steps to 90 %", "seeds"), "llrrrrr"))
+    columns = dict(zip(("answer from", "model", "parameters", "steps", "loss at the answers", "right", "steps to 90 %", "seeds"), "llrrrrrr"))
     return Table("recall", f"Recall of facts that stand in the context or must come from the weights. {at_scale(scale, table)}", columns, lines,
                  f"Loss in nats an answer; an even guess costs {number(np.log(DIGITS), 2)} and is right in {even}. In the context a blind pick among the values of the line is right in {blind}, one among those not asked for yet in {left}. "
                  "A share at or below what guesses reach means that nothing was learned about the key, and then two models are not compared. Published direction (arXiv 2607.18363): attention alone is worse where the answer must come from the weights.")
