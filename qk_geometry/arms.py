@@ -175,7 +175,7 @@ def table_matched(
     return Table("matched", f"What matching the logits changed: differences at the last snapshot, by seed, with Student's 95 % interval. {at_scale(scale, cells)}", columns, lines,
                  "A factor rescales $W_K$ so that one surgery leaves the logit std as it was; training moves it between surgeries. Medians over layers and seeds: of all applications, and of the last one.")
 
-# %% ../nbs/53a_arms.ipynb #1b7daaac
+# %% ../nbs/53a_arms.ipynb #5ba676f2
 def table_causes(
     rows, # DataFrame of rows
     cells, # DataFrame with an `intervention` column
@@ -185,9 +185,9 @@ def table_causes(
     "Correlation of entropy with effective rank and with logit scale over arms, and over the slopes of traces, plainly and with the other held fixed."
     pm = lambda r, low, high: f"{number(r, 2)} ({number(low, 2)} to {number(high, 2)})"
     asked = [("arms, final values", entropy_follows, rows, cells)] + ([("uncoupled traces, slopes", slopes_follow, *main)] if main else [])
-    lines = [[over, f"`{f.metric}`", pm(f.r, f.low, f.high), f"`{f.given}`", pm(f.partial_r, f.partial_low, f.partial_high), str(f.partial_n)]
-             for over, ask, *grid in asked for suspects in (SUSPECTS, GAUGE_FREE_SUSPECTS) for f in ask(*grid, suspects).itertuples()]
-    seeds = entropy_follows(rows, cells)["seeds"].iloc[0]
+    found = [(over, ask(*grid, suspects)) for over, ask, *grid in asked for suspects in (SUSPECTS, GAUGE_FREE_SUSPECTS)]
+    lines = [[over, f"`{f.metric}`", pm(f.r, f.low, f.high), f"`{f.given}`", pm(f.partial_r, f.partial_low, f.partial_high), str(f.partial_n)] for over, answer in found for f in answer.itertuples()]
+    seeds = found[0][1]["seeds"].iloc[0]
     columns = dict(zip(("over", "suspect", "r with entropy", "held fixed", "partial r", "n"), "llrlrr"))
     return Table("causes", f"What entropy goes along with. {at_scale(scale, cells)}", columns, lines,
                  f"Arms: one point each, averaged over layers and the {seeds} seeds that all have; the baseline and what equals it in every value are left out. "

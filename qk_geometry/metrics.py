@@ -56,7 +56,7 @@ def _summary(rows, n_visible):
     out["entropy_normalised"] = normalised.mean(-1)
     return out | {"logit_mean": mean, "logit_var": var, "logit_std": var.sqrt(), "logit_max": rows["row_max"].amax(-1)}
 
-# %% ../nbs/20_metrics.ipynb #3a9a6cb3
+# %% ../nbs/20_metrics.ipynb #942793e3
 CELLS_PER_BLOCK = {"cpu": 2**18, "cuda": 2**25}  # a block that stays in the cache; one that fills the card
 ROWS_PER_BLOCK = 32                             # fewer queries at a time, and the product is slow; then rather fewer heads
 
@@ -70,7 +70,7 @@ def attention_statistics(
     batch, n_heads, n_q, d_head = q.shape
     if causal and n_q != k.shape[-2]: raise ValueError(f"causal attention needs as many queries as keys; here {n_q} and {k.shape[-2]}")
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    q, k = ((q.to(dtype) / math.sqrt(d_head)).flatten(0, 1).contiguous(), group_heads(k, n_heads).to(dtype).flatten(0, 1).contiguous())     # else every block would copy
+    q, k = (x.flatten(0, 1).contiguous() for x in (q.to(dtype) / math.sqrt(d_head), group_heads(k, n_heads).to(dtype)))     # else every block would copy
     n_visible = torch.arange(1, n_q + 1, device=q.device) if causal else torch.full((n_q,), k.shape[-2], device=q.device)
     cells, n, pos = CELLS_PER_BLOCK.get(q.device.type, 2**22), batch * n_heads, k.shape[-2]
     block = min(block or max(ROWS_PER_BLOCK, cells // (n * pos)), n_q)

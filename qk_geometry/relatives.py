@@ -29,7 +29,7 @@ def read_relatives(
     "Rows and cells of the grids of related systems."
     return {grid: read_results(Path(folder) / grid) for grid in GRIDS if (Path(folder) / grid / "rows.parquet").is_file()}
 
-# %% ../nbs/53g_relatives.ipynb #af7acc81
+# %% ../nbs/53g_relatives.ipynb #824f2173
 FUTURE = "four frequencies,\nread the future"
 SYSTEMS = [("standard", "systems", "qkv", "gelu"), ("no key:\nvalues answer", "systems", "keyless:depth=3", "gelu"), ("one-sided\nfilter", "systems", "fourier:filter=causal_gaussian", "gelu"),
            ("normalised,\nrotated, gated", "systems", "san", "gelu"), ("no MLP", "systems", "qkv", "none"), ("no key,\nno MLP", "systems", "keyless:depth=3", "none"), ("one-sided\nfilter, no MLP", "systems", "fourier:filter=causal_gaussian", "none"),
@@ -38,14 +38,14 @@ SYSTEMS = [("standard", "systems", "qkv", "gelu"), ("no key:\nvalues answer", "s
 def system(
     found, # from `read_relatives`
     grid, # name
-    attention, # specification; "san" for any number of key heads
+    attention, # specification, or its name alone, whatever the options
     mlp, # specification
 ): # rows, cells of its finished runs, or None
     "The runs of one system."
     if grid not in found: return None
     rows, cells = found[grid]
-    name = cells["attention"].str.partition(":")[0] if attention == "san" else cells["attention"]
-    cells = cells[(name == attention) & (cells["mlp"] == mlp) & (cells["status"] == "ok")]
+    named = (cells["attention"] == attention) | (cells["attention"].str.partition(":")[0] == attention)
+    cells = cells[named & (cells["mlp"] == mlp) & (cells["status"] == "ok")]
     return (rows[rows["cell"].isin(cells["cell"])], cells) if len(cells) else None
 
 def system_cells(
