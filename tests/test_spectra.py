@@ -6,10 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qk_geometry.spectra import (Covariance, corrected_participation_ratio, covariance_participation_ratio, effective_rank, eigenvalues,
-                                 logit_singular_values, participation_ratio, product_singular_values, qk_singular_values, singular_values, stable_rank)
+from qk_geometry.metrics import principal_angles
+from qk_geometry.spectra import (Covariance, SequenceMoments, corrected_participation_ratio, covariance_participation_ratio, effective_rank, eigenvalues,
+                                 gram, logit_singular_values, participation_ratio, product_singular_values, qk_singular_values, singular_values, stable_rank)
 
 KINDS = ("random", "low rank", "repeated", "tail", "zero", "one row", "large", "small")
+TALL = tuple(kind for kind in KINDS if kind != "one row")
 
 
 def matrix(kind, rows, columns, seed, dtype=torch.float64):
@@ -48,6 +50,41 @@ def test_product_spectrum_equals_the_full_decomposition(kind_a, kind_b, n, m, d,
 def test_singular_values_equal_the_full_decomposition(kind, n, m, seed, dtype):
     a = matrix(kind, n, m, seed, dtype)
     close(singular_values(a), torch.linalg.svdvals(a.double()))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(TALL), st.sampled_from(TALL), st.integers(1, 60), st.integers(1, 12), st.integers(0, 99))
+def test_known_gram_matrices_change_nothing(kind_a, kind_b, n, d, seed):
+    a, b = (torch.stack([matrix(kind, n, d, seed + i), matrix("random", n, d, seed + i + 1)]) for i, kind in ((0, kind_a), (100, kind_b)))
+    expected, calls = product_singular_values(a, b), []
+    def later(x): return lambda: calls.append(1) or x                       # the matrix itself, only when digits need it
+    got = product_singular_values(later(a), later(b), gram_a=gram(a), gram_b=gram(b))
+    close(got[..., :expected.shape[-1]], expected)
+    assert got[..., expected.shape[-1]:].abs().sum() <= 1e-8 * expected.max()
+    if kind_a == kind_b == "random" and n >= 4 * d: assert not calls        # nobody asks for matrices that are far from singular
+    close(singular_values(a, known=gram(a)), singular_values(a))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(TALL), st.integers(3, 60), st.integers(1, 12), st.integers(0, 99))
+def test_principal_angles_are_those_of_orthonormal_bases(kind, n, d, seed):
+    W_Q, W_K = matrix("random", n, d, seed), matrix(kind, n, d, seed + 1)
+    cosines = torch.linalg.svdvals(torch.linalg.qr(W_Q).Q.mT @ torch.linalg.qr(W_K).Q).clamp(max=1.0)
+    expected = torch.rad2deg(cosines.acos())
+    for known in ({}, {"gram_Q": gram(W_Q), "gram_K": gram(W_K)}):
+        got = principal_angles(W_Q, W_K, **known)
+        if kind in ("random", "repeated", "large", "small"): assert (got - expected).abs().max() < 1e-4
+        assert got.shape == (min(n, d),) and ((got >= 0) & (got <= 90 + 1e-9)).all()
+
+
+def test_moments_lose_no_digits_far_from_zero():
+    x = torch.randn(6, 40, 5, dtype=torch.float64)
+    far = SequenceMoments.of((x + 1e3).float())
+    expected = torch.cov((x + 1e3).float().double().flatten(0, 1).T)
+    assert torch.allclose(far.total.cov, expected, rtol=1e-9)
+    assert torch.allclose(far.raw_seconds, ((x + 1e3).float().double().mT @ (x + 1e3).float().double()), rtol=1e-12)
+    bfloat = SequenceMoments.of((x + 100).bfloat16())                       # its mean is coarse; the moments are not
+    assert torch.allclose(bfloat.total.cov, torch.cov((x + 100).bfloat16().double().flatten(0, 1).T), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1), (3,), (2, 3)])

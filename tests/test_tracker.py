@@ -11,7 +11,7 @@ from qk_geometry.columns import check_rows, level
 from qk_geometry.metrics import attention_statistics
 from qk_geometry.model import GPT, GPTConfig
 from qk_geometry.spectra import SequenceMoments, effective_rank, participation_ratio, singular_values
-from qk_geometry.tracker import Tracker, capture, one_thread_each, openblas
+from qk_geometry.tracker import VALUES_TOGETHER, Tracker, capture, groups, measure, measure_alike, one_thread_each, openblas
 
 
 class Grouped(nn.Module):
@@ -58,6 +58,37 @@ def test_numbers_equal_direct_computations():
         logits = torch.linalg.svdvals((q @ k.mT).double() / math.sqrt(8))[..., :8]
         assert heads["logit_erank_sv"].iloc[1] == pytest.approx(effective_rank(logits)[:, 1].mean().item(), rel=1e-4)
         assert row["attention_entropy"].item() == pytest.approx(attention_statistics(q, k)["entropy"].mean().item(), rel=1e-6)
+
+
+def test_layers_measured_together_read_as_each_alone():
+    generator = torch.Generator().manual_seed(4)
+    def layer(H, n_kv, d=8): return tuple(torch.randn(*shape, generator=generator) for shape in ((3, H, 12, d), (3, n_kv, 12, d), (H, 16, d), (n_kv, 16, d)))
+    layers = [layer(4, 2), layer(4, 4), layer(4, 2), layer(4, 2, d=4), layer(4, 2)]
+    layers[2][1][:, 1] = 5.0                                                # a constant key head
+    layers[4][2][3, 0, 0] = math.nan
+    assert sorted(map(sorted, groups(layers))) == [[0, 2, 4], [1], [3]]
+    together = dict(zip((0, 2, 4), measure_alike([layers[i] for i in (0, 2, 4)])))
+    for i, levels in together.items():
+        for ours, alone in zip(levels, measure(*layers[i])):
+            assert ours["status"] == alone["status"]
+            for name in set(ours) - {"status"}: np.testing.assert_allclose(ours[name], alone[name], rtol=1e-9, err_msg=name)
+    assert together[2][1]["status"] == ["ok", "ok", "constant k", "constant k"] and together[4][0]["status"] == "non-finite W_Q"
+
+
+def test_groups_are_even_and_not_too_large():
+    layer = lambda n: (torch.zeros(1, 1, n, 4), torch.zeros(1, 1, n, 4), torch.zeros(1, 4, 4), torch.zeros(1, 4, 4))
+    assert [len(g) for g in groups([layer(8)] * 9)] == [3, 3, 3]
+    assert [len(g) for g in groups([layer(VALUES_TOGETHER // 8)] * 4)] == [2, 2]
+    assert [len(g) for g in groups([layer(VALUES_TOGETHER)] * 2)] == [1, 1]
+
+
+def test_a_pass_ends_with_the_last_taps_of_a_model_that_names_them():
+    model, ran = GPT(GPTConfig(n_layers=2, n_heads=2, d_model=16, n_ctx=20, d_vocab=30), seed=3), []
+    handles = [module.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, module in enumerate(model.blocks)]
+    theirs = Tracker(model, TOKENS, taps=model.taps()).snapshot(0)
+    assert ran == [0, 1]                                                    # a stranger's hooks after the last layer see their turn
+    assert Tracker(model, TOKENS).snapshot(0).equals(theirs) and ran == [0, 1, 0]
+    for handle in handles: handle.remove()
 
 
 def test_the_number_of_threads_does_not_change_a_measurement():
@@ -116,4 +147,4 @@ def test_one_or_two_tokens_are_a_status_and_not_a_crash():
 def test_moments_are_those_of_the_vectors():
     x = torch.randn(5, 7, 6)
     moments = SequenceMoments.of(x)
-    assert torch.allclose(moments.total.cov, torch.cov(x.double().flatten(0, 1).T)) and moments.heads(3).repeat(2).mean.shape == (6, 2)
+    assert torch.allclose(moments.total.cov, torch.cov(x.double().flatten(0, 1).T)) and moments.heads(3).repeat(2).total.mean.shape == (6, 2)
