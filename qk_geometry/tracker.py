@@ -4,28 +4,26 @@
 
 # %% auto #0
 __all__ = ['TOGETHER', 'VALUES_TOGETHER', 'undisturbed', 'as_written', 'capture', 'LayerMoments', 'layer_moments', 'stack',
-           'activation_metrics', 'weight_metrics', 'joint_metrics', 'measure_alike', 'measure', 'rows', 'openblas',
-           'one_thread_each', 'groups', 'Tracker']
+           'activation_metrics', 'weight_metrics', 'joint_metrics', 'measure_alike', 'measure', 'rows', 'groups',
+           'Tracker']
 
-# %% ../nbs/21_tracker.ipynb #ec89e9cf
+# %% ../nbs/21_tracker.ipynb #50ecbc94
 import contextlib
 import functools
 import math
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import torch
-from threadpoolctl import ThreadpoolController
 
 from .causality import in_mode
 from .columns import METRICS
 from .metrics import alignment, attention_statistics, gram_imbalance, principal_angles
 from .spectra import (Covariance, SequenceMoments, SequenceTables, bootstrap_participation_ratio, corrected_participation_ratio, covariance_participation_ratio,
-                                 effective_rank, eigenvalue_statistics, eigenvalues, gram, group_heads, head_blocks, participation_ratio, product_singular_values,
-                                 singular_values, stable_rank, upcast)
+                                 effective_rank, eigenvalue_statistics, eigenvalues, gram, group_heads, head_blocks, one_thread_each, participation_ratio,
+                                 product_singular_values, singular_values, stable_rank, upcast)
 
 # %% ../nbs/21_tracker.ipynb #585091d4
 @contextlib.contextmanager
@@ -252,33 +250,6 @@ def _columns(metrics, n):
     for place, name in enumerate(METRICS):
         if name in metrics: out[:, place] = np.asarray(metrics[name])
     return out
-
-# %% ../nbs/21_tracker.ipynb #6c7fd1cb
-@functools.cache
-def openblas(): # ThreadpoolController
-    "The OpenBLAS libraries of this process, found once."
-    return ThreadpoolController().select(internal_api="openblas")
-
-def one_thread_each(
-    f, # function
-    *arguments # lists of equal length
-): # list of results
-    "Map `f` over the lists without gradients on as many Python threads as torch has, every operation on a single one."
-    workers, tasks, results = torch.get_num_threads(), list(enumerate(zip(*arguments))), {}
-    remaining = iter(tasks)                                                 # shared: a thread takes the next task when it is free
-    @torch.no_grad()
-    def work():
-        for i, args in remaining: results[i] = f(*args)
-    if workers == 1: work()
-    else:
-        torch.set_num_threads(1)
-        try:
-            with openblas().limit(limits=1), ThreadPoolExecutor(workers - 1) as pool:
-                others = [pool.submit(work) for _ in range(workers - 1)]
-                work()                                                      # the calling thread works too: its memory is warm
-                for other in others: other.result()
-        finally: torch.set_num_threads(workers)
-    return [results[i] for i, _ in tasks]
 
 # %% ../nbs/21_tracker.ipynb #832952a8
 TOGETHER = 4                                    # layers measured together: more save no more time, and would leave a second thread nothing to do

@@ -1,5 +1,7 @@
 """Spectra against full float64 decompositions, on every kind of matrix that has broken such code before."""
 import math
+import multiprocessing
+import os
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from qk_geometry.metrics import principal_angles
 from qk_geometry.spectra import (Covariance, SequenceMoments, corrected_participation_ratio, covariance_participation_ratio, effective_rank, eigenvalues,
-                                 gram, logit_singular_values, participation_ratio, product_singular_values, qk_singular_values, singular_values, stable_rank)
+                                 gram, logit_singular_values, one_thread_each, participation_ratio, product_singular_values, qk_singular_values, singular_values, stable_rank)
 
 KINDS = ("random", "low rank", "repeated", "tail", "zero", "one row", "large", "small")
 TALL = tuple(kind for kind in KINDS if kind != "one row")
@@ -145,3 +147,40 @@ def test_plug_in_is_biased_and_the_correction_is_not():
     assert abs(covariance_participation_ratio(covs).mean() - 51.2) < 0.5
     assert abs(corrected_participation_ratio(covs, 256).mean() - 64) < 0.5
     assert corrected_participation_ratio(torch.eye(3), 2).isnan()
+
+
+@pytest.fixture
+def two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_threads_share_heads_and_change_nothing(two_threads):
+    W_Q, W_K = torch.randn(5, 512, 64), torch.randn(5, 512, 64)
+    W_K[3, :, 1] = W_K[3, :, 0]                                             # one head goes the long way
+    shared = qk_singular_values(W_Q, W_K)
+    torch.set_num_threads(1)
+    assert torch.equal(shared, qk_singular_values(W_Q, W_K))
+    torch.set_num_threads(2)
+    W_K[4, 0, 0] = math.nan
+    with pytest.raises(ValueError, match=f"right factor holds 1 non-finite values of {W_K.numel()}"): qk_singular_values(W_Q, W_K)
+    assert qk_singular_values(W_Q, W_K, nan_ok=True).isnan().any(-1).tolist() == [False] * 4 + [True]
+
+
+def test_an_error_of_any_thread_is_raised(two_threads):
+    def fail(i):
+        if i == 3: raise KeyError(i)
+        return i
+    with pytest.raises(KeyError): one_thread_each(fail, range(6))
+    assert torch.get_num_threads() == 2 and one_thread_each(fail, [0, 1, 2]) == [0, 1, 2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_finds_threads_of_its_own(two_threads):
+    one_thread_each(abs, range(4))                                          # the parent's threads exist
+    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(one_thread_each(abs, [-1, -2, -3]) != [1, 2, 3]))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0

@@ -10,8 +10,8 @@ from qk_geometry.attention import linear_tap, split_heads
 from qk_geometry.columns import check_rows, level
 from qk_geometry.metrics import attention_statistics
 from qk_geometry.model import GPT, GPTConfig
-from qk_geometry.spectra import SequenceMoments, effective_rank, participation_ratio, singular_values
-from qk_geometry.tracker import VALUES_TOGETHER, Tracker, capture, groups, measure, measure_alike, one_thread_each, openblas
+from qk_geometry.spectra import SequenceMoments, effective_rank, one_thread_each, openblas, participation_ratio, singular_values
+from qk_geometry.tracker import VALUES_TOGETHER, Tracker, capture, groups, measure, measure_alike
 
 
 class Grouped(nn.Module):
