@@ -214,7 +214,7 @@ def head_blocks(
     "The diagonal blocks, one a head."
     return G.unflatten(-1, (n_heads, -1)).unflatten(-3, (n_heads, -1)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
-# %% ../nbs/01_spectra.ipynb #ee38a937
+# %% ../nbs/01_spectra.ipynb #8e63e9f5
 @dataclass
 class SequenceMoments:
     "Moments of vectors, kept per sequence; leading dimensions (layers, heads) run in parallel. They are taken about a point near the mean, which loses no digits."
@@ -227,10 +227,10 @@ class SequenceMoments:
     def of(cls,
            x # [sequence pos d] vectors
           ): # SequenceMoments
-        "Moments of a batch of sequences, in float64, a few sequences at a time: their copies in float64 stay in the cache."
+        "Moments of a batch of sequences, in float64; on the CPU a few sequences at a time, so that the copies stay in the cache."
         centre, (n_seq, n_pos, d), x = upcast(x.detach().mean((0, 1))), x.shape, x.detach()
         sums, seconds = centre.new_empty(n_seq, d), centre.new_empty(n_seq, d, d)
-        some = max(1, VALUES_AT_A_TIME // (n_pos * d))
+        some = max(1, VALUES_AT_A_TIME // (n_pos * d)) if x.device.type == "cpu" else n_seq
         for part, sum_, second in zip(x.split(some), sums.split(some), seconds.split(some)):
             seen = upcast(part) - centre
             torch.sum(seen, 1, out=sum_)

@@ -191,7 +191,7 @@ def _status(heads, n_tokens):
     every = list(dict.fromkeys(fault for faults in heads for fault in faults))
     return "; ".join(every) or "ok", ["; ".join(faults) or "ok" for faults in heads]
 
-# %% ../nbs/21_tracker.ipynb #b5396506
+# %% ../nbs/21_tracker.ipynb #a68108e4
 @torch.no_grad()
 def measure_alike(
     layers, # list of (q, k, W_Q, W_K), each of one shape; see `measure`
@@ -205,7 +205,7 @@ def measure_alike(
     parts = [weight_metrics(stack(W_Q), stack(W_K)), joint_metrics(q, k, of_q, of_k)]
     for name, moments, times in (("q", of_q, 1), ("k", of_k, H // len(W_K[0]))): parts.append(tuple(_named(name, level) for level in activation_metrics(moments, n_boot, times)))
     levels = [{name: value for part in parts for name, value in part[level].items()} for level in (0, 1)]
-    levels = [dict(zip(level, stack([value.double() for value in level.values()]).cpu().numpy())) for level in levels]
+    levels = [dict(zip(level, stack([upcast(value) for value in level.values()]).cpu().numpy())) for level in levels]
     measured = []
     for i, (layer_status, head_status) in enumerate(_status(faults, n_tokens) for faults in heads):
         layer, head = ({name: value[i] for name, value in level.items()} for level in levels)

@@ -18,11 +18,11 @@ def dense(q, k, causal):
     visible = torch.ones(n, T, dtype=torch.bool).tril() if causal else torch.ones(n, T, dtype=torch.bool)
     logits = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf)
     p = logits.softmax(-1)
-    entropy = torch.special.entr(p).sum(-1)
+    entropy = -(p * logits.log_softmax(-1).masked_fill(~visible, 0.0)).sum(-1)
     count = visible.sum(-1)
     top = torch.cat([p.sort(-1, descending=True).values, torch.zeros(*p.shape[:-1], 5)], -1)
     cells = logits[..., visible]
-    return {"entropy": entropy.mean(-1), "entropy_normalised": (entropy / count.double().log())[..., count > 1].mean(-1), "top1_mass": top[..., 0].mean(-1),
+    return {"entropy": entropy.mean(-1), "entropy_normalised": (entropy[..., count > 1] / count[count > 1].double().log()).mean(-1), "top1_mass": top[..., 0].mean(-1),
             "top5_mass": top[..., :5].sum(-1).mean(-1), "gap": (top[..., 0] - top[..., 1]).mean(-1), "sink_mass": p[..., 0].mean(-1),
             "logit_mean": cells.mean(-1), "logit_var": cells.var(-1, correction=0), "logit_std": cells.std(-1, correction=0), "logit_max": cells.amax(-1)}
 
@@ -44,6 +44,29 @@ def test_float32_and_bfloat16_inputs_are_computed_in_float32():
         a, b = q.to(dtype), k.to(dtype)
         got, expected = attention_statistics(a, b), dense(a, b, True)
         for name in expected: torch.testing.assert_close(got[name].double(), expected[name], rtol=5 * tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("block", [None, 7])
+def test_gradients_are_those_of_the_dense_computation(block):
+    q, k = (torch.randn(2, 3, 20, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
+    got, expected = attention_statistics(q, k, block=block), dense(q, k, True)
+    for name in expected:
+        ours, theirs = (torch.autograd.grad(values[name].sum(), (q, k), retain_graph=True) for values in (got, expected))
+        for a, b in zip(ours, theirs): torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_an_offset_of_all_logits_costs_the_variance_few_digits():
+    q, k = torch.randn(1, 2, 200, 16), torch.randn(1, 2, 200, 16)
+    q[..., 0], k[..., 0] = 1.0, 4000.0                                      # every logit 1,000 higher, in float32
+    got, expected = attention_statistics(q, k), dense(q, k, True)
+    for name in ("logit_var", "entropy", "top5_mass"): torch.testing.assert_close(got[name].double(), expected[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_leading_dimensions_are_kept():
+    q, k = torch.randn(3, 2, 4, 24, 8), torch.randn(3, 2, 2, 24, 8)
+    together = attention_statistics(q, k)
+    for name, value in attention_statistics(q[1], k[1]).items(): torch.testing.assert_close(together[name][1], value, rtol=1e-6, atol=1e-6)
+    assert attention_statistics(q[0, 0], k[0, 0])["entropy"].shape == (4,)
 
 
 @pytest.mark.parametrize("size", [1e5, 1e30])
