@@ -15,29 +15,32 @@ import torch
 
 from .spectra import gram, group_heads, in_numpy, non_finite, require_finite, upcast
 
-# %% ../nbs/20_metrics.ipynb #7086b563
+# %% ../nbs/20_metrics.ipynb #819b1228
 def top_weights(
     p, # [... m] attention weights
     n=5, # how many
+    overwrite=False, # `p` may be sorted in place
 ): # [... n] the largest, sorted; zero where the row is shorter
     "The `n` largest weights of each row."
     n_there = min(n, p.shape[-1])
     if p.shape[-1] <= 512 and in_numpy(p):                                  # NumPy sorts short rows eight times faster than topk
-        top = torch.from_numpy(np.sort(p.numpy(), axis=-1)[..., :-n_there - 1:-1].copy())
+        rising = p.numpy() if overwrite else p.numpy().copy()
+        rising.sort(-1)
+        top = torch.from_numpy(rising[..., :-n_there - 1:-1].copy())
     else: top = p.topk(n_there).values
     return torch.nn.functional.pad(top, (0, n - n_there)) if n_there < n else top
 
-# %% ../nbs/20_metrics.ipynb #93eb800b
+# %% ../nbs/20_metrics.ipynb #1cf44327
 def _block_statistics(logits, hidden, first):
     "Each row of logits [... row key], which are overwritten; row r sees the `first` keys and r more. Returns what `_summary` takes: [5 ... row], [... row 5]."
     beyond = logits[..., first:]
     beyond += hidden[:beyond.shape[-2], :beyond.shape[-1]]                  # minus infinity from column r on
     largest, p = logits.amax(-1), logits.softmax(-1)
-    below = logits - largest[..., None] if logits.requires_grad else logits.sub_(largest[..., None])    # a gradient needs the logits as they were
+    kept = logits.requires_grad                                             # a gradient needs what was there
+    below = logits - largest[..., None] if kept else logits.sub_(largest[..., None])
     below[..., first:].tril_(-1)                                            # zero where hidden
-    top, rows = top_weights(p), (below.sum(-1), torch.linalg.vector_norm(below, dim=-1), largest, p[..., 0].clone())
-    cross = (p * below if p.requires_grad else p.mul_(below)).sum(-1)       # the weights are not needed again
-    return torch.stack((*rows, cross)), top
+    rows = [below.sum(-1), torch.linalg.vector_norm(below, dim=-1), largest, p[..., 0], (below * p if kept else below.mul_(p)).sum(-1)]
+    return torch.stack(rows), top_weights(p, overwrite=True)
 
 # %% ../nbs/20_metrics.ipynb #1c9eb59f
 def _summary(rows, top, n_visible):

@@ -60,7 +60,7 @@ def capture(
         raise RuntimeError(f"layer {lost[0]}: the module of its tap did not run in the forward pass")
     return [tap.read(*(caught[module] for module in tap.modules)) for tap in taps]
 
-# %% ../nbs/21_tracker.ipynb #cdb130b6
+# %% ../nbs/21_tracker.ipynb #916572b8
 @dataclass
 class LayerMoments:
     "The queries or the keys of a layer as moments; everything spectral comes from them. Leading dimensions are layers."
@@ -79,7 +79,7 @@ def layer_moments(
     x # [batch n_heads pos d_head] queries or keys
 ): # LayerMoments
     "The one pass over activations."
-    moments, squares = SequenceMoments.of(x.transpose(1, 2).flatten(-2)), x.float().square().sum(-1)
+    moments, squares = SequenceMoments.of(x.transpose(1, 2).flatten(-2)), x.float().square().sum(-1)     # [batch n_heads pos]
     return LayerMoments(moments.total, SequenceTables.of(moments), moments.heads(x.shape[1]), squares.sum(1).sqrt().mean(), squares.sqrt().mean((0, 2)))
 
 def stack(
