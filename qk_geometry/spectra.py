@@ -162,7 +162,7 @@ def eigenvalues(
     if (lam < -1e-5 * lam[..., :1].abs()).any(): raise ValueError(f"cov is not a covariance: it has the eigenvalue {lam[~lam.isnan()].min().item():.3g}")
     return lam.clamp(min=0)
 
-# %% ../nbs/01_spectra.ipynb #3d811b77
+# %% ../nbs/01_spectra.ipynb #8e31f3b4
 class Covariance:
     "Streaming mean and scatter of vectors [... d]; leading dimensions (heads, layers) run in parallel."
     def __init__(self, n=0, mean=0.0, scatter=0.0): self.n, self.mean, self.scatter = n, mean, scatter
@@ -181,9 +181,12 @@ class Covariance:
              ): # self
         "Take in another set of moments, exactly (Chan et al. 1983)."
         if other.n == 0: return self
+        if self.n == 0:
+            self.n, self.mean, self.scatter = other.n, other.mean, other.scatter
+            return self
         n, delta = self.n + other.n, other.mean - self.mean
         weight = self.n * other.n / n
-        shift = weight * delta[..., :, None] * delta[..., None, :] if self.n else 0.0
+        shift = weight * delta[..., :, None] * delta[..., None, :]
         self.scatter, self.mean, self.n = self.scatter + other.scatter + shift, self.mean + delta * (other.n / n), n
         return self
 
