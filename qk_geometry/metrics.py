@@ -6,14 +6,14 @@
 __all__ = ['CELLS_PER_BLOCK', 'ROWS_PER_BLOCK', 'top_weights', 'attention_statistics', 'alignment', 'principal_angles',
            'gram_imbalance']
 
-# %% ../nbs/20_metrics.ipynb #6d59ef40
+# %% ../nbs/20_metrics.ipynb #5432a260
 import itertools
 import math
 
 import numpy as np
 import torch
 
-from .spectra import gram, group_heads, in_numpy, non_finite, require_finite, upcast
+from .spectra import gram, group_heads, in_numpy, non_finite, require_finite, safe_cholesky, upcast
 
 # %% ../nbs/20_metrics.ipynb #819b1228
 def top_weights(
@@ -98,7 +98,7 @@ def alignment(
     return {"weight_cosine": cosine((-2, -1)), "column_alignment": columns.nanmean(-1),
             "column_alignment_abs": columns.abs().nanmean(-1), "row_alignment": rows.nanmean(-1), "row_alignment_abs": rows.abs().nanmean(-1)}
 
-# %% ../nbs/20_metrics.ipynb #e6231f80
+# %% ../nbs/20_metrics.ipynb #6b561c09
 def principal_angles(
     W_Q, # [... d_model d_head]
     W_K, # [... d_model d_head]
@@ -119,15 +119,10 @@ def _cosines(W_Q, W_K, G_Q, G_K):
     "Products of orthonormal bases of the columns: U = W L^-T from the Gram matrix L L^T, where that leaves an error below 1e-12, else by QR."
     by_qr = lambda Q, K: torch.linalg.qr(Q).Q.mT @ torch.linalg.qr(K).Q
     if W_Q.shape[-2] < W_Q.shape[-1]: return by_qr(W_Q, W_K)
-    (L_Q, safe_Q), (L_K, safe_K) = map(_cholesky, (G_Q, G_K))
+    (L_Q, safe_Q), (L_K, safe_K) = safe_cholesky(G_Q, 1e-2), safe_cholesky(G_K, 1e-2)
     half = torch.linalg.solve_triangular(L_Q, W_Q.mT @ W_K, upper=False)
     cosines, safe = torch.linalg.solve_triangular(L_K, half.mT, upper=False).mT, safe_Q & safe_K
     return cosines if safe.all() else torch.where(safe[..., None, None], cosines, by_qr(W_Q, W_K))
-
-def _cholesky(G):
-    lower, info = torch.linalg.cholesky_ex(G)
-    diagonal = lower.diagonal(dim1=-2, dim2=-1)
-    return lower, (info == 0) & (diagonal.amin(-1) > 1e-2 * diagonal.amax(-1))
 
 # %% ../nbs/20_metrics.ipynb #3e8cb998
 def gram_imbalance(

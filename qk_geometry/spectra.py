@@ -6,8 +6,8 @@
 __all__ = ['VALUES_AT_A_TIME', 'pool', 'upcast', 'require_finite', 'non_finite', 'in_numpy', 'gram', 'participation_ratio',
            'covariance_participation_ratio', 'effective_rank', 'stable_rank', 'eigenvalue_statistics', 'log_decay',
            'eigvalsh', 'eigenvalues', 'Covariance', 'corrected_participation_ratio', 'head_blocks', 'SequenceMoments',
-           'SequenceTables', 'bootstrap_participation_ratio', 'openblas', 'one_thread_each', 'core', 'singular_values',
-           'product_singular_values', 'group_heads', 'qk_singular_values', 'logit_singular_values']
+           'SequenceTables', 'bootstrap_participation_ratio', 'openblas', 'one_thread_each', 'safe_cholesky', 'core',
+           'singular_values', 'product_singular_values', 'group_heads', 'qk_singular_values', 'logit_singular_values']
 
 # %% ../nbs/01_spectra.ipynb #f6c1e9a1
 import functools
@@ -333,18 +333,25 @@ def one_thread_each(
         finally: torch.set_num_threads(workers)
     return [results[i] for i, _ in tasks]
 
-# %% ../nbs/01_spectra.ipynb #0c5fcdc5
+# %% ../nbs/01_spectra.ipynb #e53950d5
+def safe_cholesky(
+    G, # [... d d] float64 Gram matrix
+    least, # smallest over largest diagonal entry of a factor that is trusted
+): # [... d d] lower factor, [...] bool whether it is trusted
+    "Cholesky factor, and whether the columns behind the Gram matrix are far enough from dependent."
+    lower, info = torch.linalg.cholesky_ex(G)
+    diagonal = lower.diagonal(dim1=-2, dim2=-1)
+    return lower, (info == 0) & (diagonal.amin(-1) > least * diagonal.amax(-1))
+
 def core(
     a, # [... n d] finite
     known=None, # [... d d] float64 A^T A, where it is known already; `a` may then be a function that returns it, and is only called for digits
 ): # [... min(n, d) d] float64 R with R^T R = A^T A; [... d d] where that is known
     "Small factor of tall matrices: Cholesky of the Gram matrix, QR where that would lose digits."
     if known is None and a.shape[-2] <= a.shape[-1]: return upcast(a)
-    lower, info = torch.linalg.cholesky_ex(gram(a) if known is None else known)
-    diagonal = lower.diagonal(dim1=-2, dim2=-1)
-    unsafe = (info > 0) | ~(diagonal.amin(-1) > 1e-4 * diagonal.amax(-1))
+    lower, safe = safe_cholesky(gram(a) if known is None else known, 1e-4)
     r = lower.mT
-    if unsafe.any():
+    if (unsafe := ~safe).any():
         r, a = r.clone(), a() if callable(a) else a
         exact = torch.linalg.qr(upcast(a[unsafe]), mode="r").R
         r[unsafe] = torch.nn.functional.pad(exact, (0, 0, 0, r.shape[-1] - exact.shape[-2]))     # fewer rows than columns

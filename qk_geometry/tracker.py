@@ -60,7 +60,7 @@ def capture(
         raise RuntimeError(f"layer {lost[0]}: the module of its tap did not run in the forward pass")
     return [tap.read(*(caught[module] for module in tap.modules)) for tap in taps]
 
-# %% ../nbs/21_tracker.ipynb #916572b8
+# %% ../nbs/21_tracker.ipynb #434ac2af
 @dataclass
 class LayerMoments:
     "The queries or the keys of a layer as moments; everything spectral comes from them. Leading dimensions are layers."
@@ -73,7 +73,8 @@ class LayerMoments:
     @property
     def vary(self): # bool
         "Every head is plainly finite and not constant."
-        return bool((self.heads.total.scatter.diagonal(dim1=-2, dim2=-1).sum(-1) > 1e-12 * self.heads.total.n * self.heads.centre.square().sum(-1)).all())
+        total = self.heads.total
+        return bool((total.scatter.diagonal(dim1=-2, dim2=-1).sum(-1) > 1e-12 * total.n * self.heads.centre.square().sum(-1)).all())
 
 def layer_moments(
     x # [batch n_heads pos d_head] queries or keys
@@ -110,13 +111,11 @@ def activation_metrics(
     heads, lengths = moments.heads.repeat(repeat), moments.lengths.repeat_interleave(repeat, -1)
     return (_cloud(moments.total, moments.tables, n_boot) | {"l2": moments.length}, _cloud(heads.total, SequenceTables.of(heads), n_boot) | {"l2": lengths})
 
-# %% ../nbs/21_tracker.ipynb #9320b654
-def _weight(sigma):
-    return {"pr_sv2": participation_ratio(sigma ** 2, nan_ok=True), "erank_sv": effective_rank(sigma, nan_ok=True), "stable_rank": stable_rank(sigma, nan_ok=True),
-            "frobenius": sigma.norm(dim=-1), "spectral": sigma[..., 0]}
-
+# %% ../nbs/21_tracker.ipynb #44be7c41
 def _product(sigma):
     return {"erank_sv": effective_rank(sigma, nan_ok=True), "pr_sv2": participation_ratio(sigma ** 2, nan_ok=True), "stable_rank": stable_rank(sigma, nan_ok=True)}
+
+def _weight(sigma): return _product(sigma) | {"frobenius": sigma.norm(dim=-1), "spectral": sigma[..., 0]}
 
 def _named(prefix, values): return {f"{prefix}_{name}": value for name, value in values.items()}
 
@@ -148,7 +147,7 @@ def _pair(W_Q, W_K, G_Q, G_K, sigma):
     "The two together; `sigma` are the singular values of their product."
     return alignment(W_Q, W_K) | {"gram_imbalance": gram_imbalance(G_Q, G_K), "qk_spectral": sigma[..., 0]} | _named("qk", _product(sigma))
 
-# %% ../nbs/21_tracker.ipynb #5218d1b4
+# %% ../nbs/21_tracker.ipynb #4e00ec61
 def joint_metrics(
     q, # list of [batch n_heads pos d_head], one a layer
     k, # list of [batch n_kv_heads pos d_head]
@@ -158,24 +157,25 @@ def joint_metrics(
     "Score matrix, balanced spectrum and attention statistics."
     H, of_q, k = q[0].shape[1], of_q.heads, [group_heads(x, q[0].shape[1]) for x in k]
     of_k = of_k.heads.repeat(H // of_k.heads.centre.shape[-2])
+    keys = of_k.total
     raw_q, raw_k = of_q.raw_seconds, of_k.raw_seconds                       # [layer n_heads batch d_head d_head]
     by_sequence = dict(gram_a=raw_q.transpose(1, 2), gram_b=raw_k.transpose(1, 2))
     logits = product_singular_values(lambda: stack(q), lambda: stack(k), nan_ok=True, **by_sequence) / math.sqrt(q[0].shape[-1])
     head = {name: value.mean(1) for name, value in _named("logit", _product(logits)).items()}
     tokens = lambda x: stack(x).transpose(1, 2).flatten(2, 3)               # [layer n_heads batch * pos d_head]
-    centred = lambda: upcast(tokens(k)) - of_k.total.mean[..., None, :]
-    balanced = product_singular_values(lambda: tokens(q), centred, nan_ok=True, gram_a=raw_q.sum(2), gram_b=of_k.total.scatter) / of_k.total.n
+    centred = lambda: upcast(tokens(k)) - keys.mean[..., None, :]
+    balanced = product_singular_values(lambda: tokens(q), centred, nan_ok=True, gram_a=raw_q.sum(2), gram_b=keys.scatter) / keys.n
     head |= {"balanced_pr": participation_ratio(balanced, nan_ok=True), "balanced_erank": effective_rank(balanced, nan_ok=True)}
     names = {"entropy": "attention_entropy", "entropy_normalised": "attention_entropy_normalised", "gap": "attention_gap"}
     statistics = stack([attention_statistics(*layer) for layer in zip(q, k)])
     head |= {names.get(name, name): value.amax(1) if name == "logit_max" else value.mean(1) for name, value in statistics.items()}
     return {name: value.amax(-1) if name == "logit_max" else value.mean(-1) for name, value in head.items()}, head
 
-# %% ../nbs/21_tracker.ipynb #df568099
+# %% ../nbs/21_tracker.ipynb #e85d0861
 def _fault(x, name):
     "What is wrong with each head of [head ...]: `non-finite name`, `constant name` or nothing."
     dims = tuple(range(1, x.dim()))
-    return [f"non-finite {name}" if not math.isfinite(low + high) else f"constant {name}" if low == high else "" for low, high in zip(x.amin(dims).tolist(), x.amax(dims).tolist())]
+    return [f"non-finite {name}" if not (math.isfinite(low) and math.isfinite(high)) else f"constant {name}" if low == high else "" for low, high in zip(x.amin(dims).tolist(), x.amax(dims).tolist())]
 
 def _faults(q, k, W_Q, W_K, of_q, of_k):
     "The same of all inputs of a layer, a list for each head; a shared key head counts for each of its query heads."
